@@ -1,0 +1,477 @@
+"""The step that every sampler shares."""
+
+import json
+import math
+import numbers
+import warnings
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_sgmcmc import compilation, random
+from keras_sgmcmc.priors import GaussianPrior, Prior
+from keras_sgmcmc.validation import positive_integer, real_number
+
+_MARKER = "keras_sgmcmc"
+_REFUSED = {
+    "weight_decay": "it is neither preconditioned nor scaled by `train_size`, so it is no prior. "
+    "Use `prior=`, a precision in posterior units.",
+    "use_ema": "it would overwrite the state of the chain by an average when `fit` ends. "
+    "Collect draws with `callbacks.PosteriorSamples` and average predictions instead.",
+}
+_CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
+
+
+class Sampler(keras.optimizers.Optimizer):
+    """Base class of the stochastic-gradient MCMC optimizers: one step, which methods fill in.
+
+    With mean-loss gradient g, N rows of data (`train_size`), temperature T, a preconditioner H
+    and independent standard normals z, every sampler moves by
+
+        theta <- theta - H (g + grad(-log p(theta)) / N) + sqrt(Q) z,      Q = 2 T H / N,
+
+    so that its stationary law is p_T(theta) ~ exp(-U(theta) / T) up to the discretisation and the
+    batch noise, with U = sum_i -log p(y_i | x_i, theta) - log p(theta) (Welling & Teh 2011, eq. 4,
+    whose step is epsilon = 2 H / N).
+
+    A method says what H is (`preconditioner`) and, where part of the noise comes from the batch,
+    what Q is (`noise_variance`). Write it in `keras.ops`.
+
+    Args:
+        learning_rate: Positive number, `keras.optimizers.schedules.LearningRateSchedule`, or a
+            callable without arguments. Multiplies the gradient of the *mean* loss. A schedule is
+            evaluated at `iterations`, which counts real updates.
+        train_size: Number of rows of training data, N. Duplicated rows count, repeats of the
+            pipeline and augmentations don't. Needed unless `temperature=0` and there is no prior.
+        prior: Prior of the sampled variables: a positive number (the precision of a zero-mean
+            Gaussian, in posterior units), a `keras_sgmcmc.GaussianPrior`, a
+            `keras_sgmcmc.DistributionPrior`, or None (flat). It belongs here and not in the loss.
+        temperature: T >= 0. 1 is the posterior, less is a cold posterior, 0 is plain optimization.
+            It tempers prior and likelihood alike.
+        seed: Integer in [0, 2^32). None draws one when the optimizer is made, which
+            `keras.utils.set_random_seed` governs.
+        jit_compile: Whether the update is compiled by XLA, whatever `compile` was told. False is
+            for devices without XLA and for debugging; on a CPU it costs 2 to 3 times the update.
+        **kwargs: The common arguments of Keras' optimizers: `name`, `clipnorm`, `clipvalue`,
+            `global_clipnorm`, `loss_scale_factor`, `gradient_accumulation_steps`.
+
+    Raises:
+        ValueError: If an argument is out of range, if `weight_decay` or `use_ema` is asked for, or,
+            at build, if `train_size` is needed and missing or a variable is of half precision.
+    """
+
+    def __init__(
+        self,
+        learning_rate,
+        *,
+        train_size=None,
+        prior=None,
+        temperature=1.0,
+        seed=None,
+        jit_compile=True,
+        **kwargs,
+    ):
+        for name, reason in _REFUSED.items():
+            if kwargs.get(name):
+                raise ValueError(
+                    f"`{name}` is not available for a sampler: {reason} "
+                    f"Received: {name}={kwargs[name]}"
+                )
+        if not callable(learning_rate):
+            learning_rate = real_number("learning_rate", learning_rate, positive=True)
+        super().__init__(learning_rate, **kwargs)
+        self._configured_learning_rate = learning_rate
+        self.train_size = None if train_size is None else positive_integer("train_size", train_size)
+        self.prior = _as_prior(prior)
+        self.jit_compile = bool(jit_compile)
+        self._configured_temperature = real_number("temperature", temperature, minimum=0.0)
+        self._configured_seed = _as_seed(seed)
+        self._seed_is_free = seed is None
+
+        self._temperature = self.add_variable(
+            shape=(),
+            initializer=keras.initializers.Constant(self._configured_temperature),
+            aggregation="only_first_replica",
+            name="temperature",
+        )
+        self._seed = keras.Variable(
+            np.uint32(self._configured_seed),
+            dtype="uint32",
+            trainable=False,
+            aggregation="only_first_replica",
+            name="seed",
+        )
+        self._track_variable(self._seed)
+        self._slots = {}
+        self._prior_precision = {}
+        self._precision_of_variable = []
+        self._group_of_variable = []
+        self._compiled = ()
+
+        clipping = [name for name in _CLIPPING if getattr(self, name) is not None]
+        if clipping and self._configured_temperature > 0:
+            warnings.warn(
+                f"`{clipping[0]}={getattr(self, clipping[0])}` changes the gradient, and with it "
+                "the distribution that is sampled: the draws are not from the posterior while it "
+                "clips. Use a smaller `learning_rate` instead.",
+                stacklevel=3,
+            )
+
+    # The two lines in which methods differ.
+
+    def preconditioner(self, index, gradient, learning_rate):
+        """H of variable number `index`, as the pair (step, metric) with H = step / metric.
+
+        Args:
+            index: Position of the variable among those that the optimizer was built on.
+            gradient: Gradient of the mean likelihood loss, before the prior is added.
+            learning_rate: Scalar tensor of the variable's dtype.
+
+        Returns:
+            `(step, metric)`: tensors of the variable's dtype that broadcast against it; a metric of
+            None stands for 1.
+        """
+        raise NotImplementedError
+
+    def noise_variance(self, index, preconditioner):
+        """Q of variable number `index`: the variance of the injected noise. Here 2 T H / N."""
+        del index
+        temperature = ops.cast(self._temperature, preconditioner.dtype)
+        return (2.0 * temperature / self.train_size) * preconditioner
+
+    # The step.
+
+    def update_step(self, gradient, variable, learning_rate):
+        """Move one variable: theta <- theta - H (g + grad(-log p) / N) + sqrt(Q) z."""
+        update = self._move
+        if self.jit_compile and compilation.replicas() > 1 and not compilation.is_eager():
+            update = compilation.compiled(update)
+        update(gradient, variable, learning_rate)
+
+    def _move(self, gradient, variable, learning_rate):
+        index = self._get_variable_index(variable)
+        gradient = ops.cast(gradient, variable.dtype)
+        step, metric = self.preconditioner(
+            index, gradient, ops.cast(learning_rate, variable.dtype)
+        )
+
+        def divided_by_metric(value):
+            return value if metric is None else ops.divide(value, metric)
+
+        prior = self._prior_gradient(index, variable)
+        drift = gradient if prior is None else gradient + prior / self.train_size
+        increment = divided_by_metric(ops.multiply(drift, step))
+        if self.train_size is not None:
+            variance = self.noise_variance(index, divided_by_metric(step))
+            noise = random.normal(
+                tuple(variable.shape),
+                variable.dtype,
+                seed=self._seed,
+                step=self.iterations,
+                stream=index,
+            )
+            increment = increment - ops.sqrt(variance) * noise
+        self.assign_sub(variable, increment)
+
+    def _prior_gradient(self, index, variable):
+        if self.prior is None:
+            return None
+        precision = self._precision_of_variable[index]
+        if precision is not None:
+            precision = ops.cast(precision, variable.dtype)
+        return self.prior.gradient(ops.convert_to_tensor(variable), precision)
+
+    def apply(self, grads, trainable_variables=None):
+        """Update the variables: `keras.optimizers.Optimizer.apply`, compiled by XLA by itself."""
+        grads = [compilation.densify(gradient) for gradient in grads]
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            if not self.built:
+                with keras.name_scope(self.name):
+                    self.build(trainable_variables)
+            self._check_known(trainable_variables)
+        if not grads or not self.built or not self.jit_compile or compilation.replicas() > 1:
+            super().apply(grads, trainable_variables)
+            return
+        if trainable_variables is None:
+            trainable_variables = self._trainable_variables
+        indices = tuple(self._get_variable_index(variable) for variable in trainable_variables)
+        self._compiled_apply(indices)(grads)
+
+    def _compiled_apply(self, indices):
+        """The compiled `apply` on the variables at `indices`, traced once and kept."""
+        for known, function in self._compiled:
+            if known == indices:
+                return function
+        inherited = super().apply
+        variables = [self._trainable_variables[index] for index in indices]
+        function = compilation.compiled(lambda grads: inherited(grads, variables))
+        # Not tracked: it holds no state, and neither saving nor copying should meet it.
+        object.__setattr__(self, "_compiled", (*self._compiled, (indices, function)))
+        return function
+
+    def _check_known(self, variables):
+        unknown = [
+            variable
+            for variable in variables
+            if self._var_key(variable) not in self._trainable_variables_indices
+        ]
+        if unknown:
+            raise ValueError(
+                f"This {type(self).__name__} was built on other variables and does not know "
+                f"{[getattr(v, 'path', v.name) for v in unknown]}. An optimizer belongs to one "
+                "model: make a new one (`type(optimizer).from_config(optimizer.get_config())`). If "
+                "layers are unfrozen later, build on all variables first: make all layers "
+                "trainable, call `optimizer.build(model.trainable_variables)`, then freeze."
+            )
+
+    # Scale, prior and state.
+
+    def build(self, variables):
+        if self.built:
+            return
+        variables = list(variables)
+        if self.train_size is None and (self._configured_temperature > 0 or self.prior is not None):
+            raise ValueError(
+                f"{type(self).__name__} needs `train_size`, the number of rows of the training "
+                "data, which an optimizer can't see: pass `train_size=len(x_train)`. "
+                "Received: train_size=None"
+            )
+        self._check_variables(variables)
+        super().build(variables)
+        if self.gradient_accumulation_steps:
+            self._slots["gradient_accumulator"] = self._accumulated_gradients
+        if self.prior is None:
+            return
+        groups = self.prior.groups_of([_path(variable) for variable in variables])
+        for name, precision in groups.precisions.items():
+            self._prior_precision[name] = self.add_variable(
+                shape=(),
+                initializer=keras.initializers.Constant(precision),
+                aggregation="only_first_replica",
+                name="prior_precision",
+            )
+        self._precision_of_variable = [self._prior_precision.get(name) for name in groups.names]
+        # By position: the names follow Keras' paths, which change when a model is loaded.
+        order = list(groups.precisions)
+        self._group_of_variable = [None if n is None else order.index(n) for n in groups.names]
+
+    def _check_variables(self, variables):
+        for variable in variables:
+            dtype = keras.backend.standardize_dtype(variable.dtype)
+            if dtype not in ("float32", "float64"):
+                raise ValueError(
+                    f"Variable {_path(variable)} is of dtype {dtype}, which rounds Langevin "
+                    "increments away. Keep the variables in float32 and compute in half precision: "
+                    "`keras.config.set_dtype_policy('mixed_bfloat16')` or `'mixed_float16'`."
+                )
+        constrained = [_path(v) for v in variables if getattr(v, "constraint", None) is not None]
+        if constrained:
+            warnings.warn(
+                f"The constraints of {constrained} change the distribution that is sampled: the "
+                "draws are not from the posterior of the unconstrained model.",
+                stacklevel=3,
+            )
+        for variable in variables:
+            regularizer = getattr(variable, "regularizer", None)
+            if regularizer is not None:
+                warnings.warn(_regularizer_message(variable, regularizer, self), stacklevel=3)
+
+    def add_slots(self, name, initializer="zeros"):
+        """One optimizer variable like each sampled variable, saved under `name`."""
+        self._slots[name] = self.add_optimizer_variables(
+            self._trainable_variables, name, initializer
+        )
+        return self._slots[name]
+
+    @property
+    def temperature(self):
+        """The temperature T: a variable, read at every step. Assign a number to change it."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value):
+        value = real_number("temperature", value, minimum=0.0)
+        if value > 0 and self.train_size is None:
+            raise ValueError(
+                "A temperature above 0 needs `train_size`: make the optimizer with "
+                f"`train_size=len(x_train)`. Received: temperature={value}"
+            )
+        self._temperature.assign(value)
+
+    @property
+    def seed(self):
+        """The integer that keys the noise, together with the step and the variable."""
+        return int(ops.convert_to_numpy(self._seed))
+
+    @property
+    def prior_precision(self):
+        """Current precisions of a Gaussian prior: dict of group name to scalar variable.
+
+        They are read at every step, in posterior units: assign to one and the next step uses it.
+        """
+        if self.prior is not None and not self.built:
+            raise ValueError(
+                "`prior_precision` exists once the optimizer is built, since groups follow the "
+                "model's variables: call `optimizer.build(model.trainable_variables)` or `fit`."
+            )
+        return dict(self._prior_precision)
+
+    def _get_current_learning_rate(self):
+        # Keras calls a schedule with the count of micro-batches; `iterations` counts updates.
+        if isinstance(self._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+            return self._learning_rate(self.iterations)
+        return super()._get_current_learning_rate()
+
+    # Saving. By name, since Keras' way, by position, swaps scalars silently when a version declares
+    # them in another order.
+
+    def _named_state(self):
+        named = {"iterations": self._iterations, "temperature": self._temperature}
+        named["seed"] = self._seed
+        if isinstance(self._learning_rate, keras.Variable):
+            named["learning_rate"] = self._learning_rate
+        for position, variable in enumerate(self._prior_precision.values()):
+            named[f"prior_precision.{position}"] = variable
+        for name, slots in self._slots.items():
+            for position, variable in enumerate(slots):
+                if variable is not None:
+                    named[f"{name}.{position}"] = variable
+        missing = {id(v) for v in self.variables} - {id(v) for v in named.values()}
+        if missing:
+            raise RuntimeError(
+                f"{type(self).__name__} made variables outside `add_slots`, which would not be "
+                f"saved: {[v.path for v in self.variables if id(v) in missing]}"
+            )
+        return named
+
+    def _marker(self):
+        return {
+            "class": type(self).__name__,
+            "built": bool(self.built),
+            "prior_groups": self._group_of_variable,
+            "state": sorted(self._named_state()),
+        }
+
+    def save_own_variables(self, store):
+        """Write the state by name, with a marker of class and layout."""
+        marker = json.dumps(self._marker()).encode()
+        store[_MARKER] = np.frombuffer(marker, dtype="uint8").copy()
+        for name, variable in self._named_state().items():
+            store[name] = ops.convert_to_numpy(variable)
+
+    def load_own_variables(self, store):
+        """Read the state by name.
+
+        Raises:
+            ValueError: If the state is that of a sampler of another class or layout.
+        """
+        if _MARKER not in store:
+            warnings.warn(
+                "The saved optimizer state is not a sampler's (weights trained with another "
+                f"optimizer?): the weights were loaded, and {type(self).__name__} starts afresh.",
+                stacklevel=2,
+            )
+            return
+        marker = json.loads(bytes(np.asarray(store[_MARKER], dtype="uint8")).decode())
+        if not marker["built"]:
+            return
+        own = self._marker()
+        differences = [
+            f"{key}: saved {marker[key]!r}, here {own[key]!r}"
+            for key in ("class", "prior_groups", "state")
+            if marker[key] != own[key]
+        ]
+        named = self._named_state()
+        differences += [
+            f"shape of {name}: saved {tuple(store[name].shape)}, here {tuple(variable.shape)}"
+            for name, variable in named.items()
+            if name in marker["state"] and tuple(store[name].shape) != tuple(variable.shape)
+        ]
+        if differences:
+            raise ValueError(
+                f"The saved state does not fit this {type(self).__name__}. Make the optimizer with "
+                "the class and options it was saved with, or load the weights alone. "
+                + "; ".join(differences)
+            )
+        for name, variable in named.items():
+            # A seed that was chosen stays: two chains from one checkpoint must differ.
+            if name != "seed" or self._seed_is_free:
+                variable.assign(store[name])
+
+    def get_config(self):
+        config = super().get_config()
+        for name in ("weight_decay", "use_ema", "ema_momentum", "ema_overwrite_frequency"):
+            del config[name]
+        given = self._configured_learning_rate
+        if isinstance(given, float) and config["learning_rate"] == float(np.float32(given)):
+            config["learning_rate"] = given
+        prior = self.prior
+        config.update(
+            train_size=self.train_size,
+            prior=None if prior is None else keras.saving.serialize_keras_object(prior),
+            temperature=self._configured_temperature,
+            seed=self.seed,
+            jit_compile=self.jit_compile,
+        )
+        return config
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = dict(config)
+        if isinstance(config.get("prior"), dict):
+            config["prior"] = keras.saving.deserialize_keras_object(
+                config["prior"], custom_objects=custom_objects
+            )
+        return super().from_config(config, custom_objects=custom_objects)
+
+    def __repr__(self):
+        parts = [f"train_size={self.train_size}", f"temperature={float(self._temperature):g}"]
+        prior = self.prior
+        if self._prior_precision:
+            prior = {name: float(v) for name, v in self._prior_precision.items()}
+        parts.append(f"prior={prior}")
+        learning_rate = float(ops.convert_to_numpy(self.learning_rate))
+        parts.append(f"learning_rate={learning_rate:g}")
+        if self.train_size is not None:
+            std = math.sqrt(2 * float(self._temperature) * learning_rate / self.train_size)
+            parts.append(f"noise_std={std:g}")
+        parts.append(f"seed={self.seed}")
+        return f"<{type(self).__name__} {', '.join(parts)}>"
+
+
+def _path(variable):
+    return getattr(variable, "path", variable.name)
+
+
+def _as_prior(prior):
+    if prior is None or isinstance(prior, Prior):
+        return prior
+    if isinstance(prior, numbers.Real) and not isinstance(prior, bool):
+        return GaussianPrior(prior)
+    raise ValueError(
+        "`prior` should be a positive number (the precision of a Gaussian), a `GaussianPrior`, a "
+        "`DistributionPrior`, or None. For a TFP distribution write `DistributionPrior(...)`. "
+        f"Received: prior={prior!r}"
+    )
+
+
+def _as_seed(seed):
+    if seed is None:
+        return random.draw_seed()
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
+        raise ValueError(f"`seed` should be an integer in [0, 2^32) or None. Received: seed={seed}")
+    return int(seed)
+
+
+def _regularizer_message(variable, regularizer, sampler):
+    message = (
+        f"The regularizer of {_path(variable)} is part of the mean loss, so it acts as a further "
+        "prior, scaled by `train_size`"
+    )
+    l2 = getattr(regularizer, "l2", None)
+    if l2 is not None and sampler.train_size is not None and float(l2) > 0:
+        precision = 2.0 * float(l2) * sampler.train_size
+        message += f": l2={float(l2):g} is a Gaussian of precision 2 * l2 * N = {precision:g}"
+    return message + ". Say what you mean once, with `prior=`, and drop the regularizer."
