@@ -246,15 +246,29 @@ class NegativeLogLikelihood(_NegativeLogDensity):
     def predictive_mean(self, y_pred):
         """Mean of y given the network's output: `make_distribution(y_pred).mean()`.
 
-        For classification that is seldom what is wanted: TFP's `Categorical` returns the mean of
-        the class index. The mean of a `OneHotCategorical` is the vector of class probabilities.
+        Raises:
+            NotImplementedError: If the distribution has none. A `Categorical` counts as such,
+                though TFP returns the mean of the class index; the mean of a `OneHotCategorical`
+                is the vector of class probabilities.
         """
-        return self._distribution(y_pred).mean()
+        return self._distribution_with_moments(y_pred).mean()
 
     def predictive_variance(self, y_pred):
         """Variance of y given the network's output, in the shape of `predictive_mean`."""
-        distribution = self._distribution(y_pred)
+        distribution = self._distribution_with_moments(y_pred)
         return ops.broadcast_to(distribution.variance(), ops.shape(distribution.mean()))
+
+    def _distribution_with_moments(self, y_pred):
+        from tensorflow_probability import distributions as tfd
+
+        distribution = self._distribution(y_pred)
+        if isinstance(distribution, tfd.Categorical):
+            raise NotImplementedError(
+                "The mean of a class index says nothing about the classes. For class "
+                "probabilities return tfp.distributions.OneHotCategorical from make_distribution, "
+                f"with one-hot labels. Received: {distribution}"
+            )
+        return distribution
 
     def _distribution(self, y_pred):
         distribution = self.make_distribution(self._convert(y_pred))

@@ -11,10 +11,12 @@ import warnings
 import keras
 from keras import ops
 
+from keras_sgmcmc.validation import positive_integer, real_number
+
 
 @keras.saving.register_keras_serializable(package="keras_sgmcmc")
 class PowerDecay(keras.optimizers.schedules.LearningRateSchedule):
-    r"""Polynomial decay of the step size, as in the first SGLD paper.
+    """Polynomial decay of the step size, as in the first SGLD paper.
 
         learning_rate(t) = a (b + t)^-gamma
 
@@ -58,26 +60,19 @@ class PowerDecay(keras.optimizers.schedules.LearningRateSchedule):
     """
 
     def __init__(self, a, b, gamma):
-        self.a = _positive_number("a", a, "it is a step size, e.g. 0.01")
-        self.b = _positive_number("b", b, "it is a number of optimizer steps, e.g. 1000")
-        self.gamma = _number(gamma)
-        if not math.isfinite(self.gamma):
-            raise ValueError(
-                "`gamma` must be a finite number: choose it in (0.5, 1], e.g. 0.55. "
-                f"Received: gamma={gamma!r}"
-            )
+        self.a = real_number("a", a, positive=True)
+        self.b = real_number("b", b, positive=True)
+        self.gamma = real_number("gamma", gamma)
         if not 0.5 < self.gamma <= 1.0:
-            broken = "sum eps_t = inf" if self.gamma > 1.0 else "sum eps_t^2 < inf"
+            if self.gamma > 1.0:
+                broken = "sum eps_t = inf: the chain freezes before it has explored the posterior"
+            else:
+                broken = "sum eps_t^2 < inf: the discretisation error need not die out"
             warnings.warn(
-                "PowerDecay's step sizes eps_t satisfy the Robbins-Monro conditions, "
+                "PowerDecay's step sizes eps_t meet the Robbins-Monro conditions, "
                 "sum eps_t = inf and sum eps_t^2 < inf, only for gamma in (0.5, 1]. "
-                f"Received: gamma={self.gamma}, which breaks {broken}, so "
-                + (
-                    "the chain freezes before it has explored the posterior. "
-                    if self.gamma > 1.0
-                    else "the discretisation error need not die out. "
-                )
-                + "Choose gamma in (0.5, 1], e.g. 0.55; for a constant step, give the optimizer "
+                f"Received: gamma={self.gamma}, which breaks {broken}. "
+                "Choose gamma in (0.5, 1], e.g. 0.55; for a constant step, give the optimizer "
                 "a float as its learning_rate.",
                 stacklevel=2,
             )
@@ -105,7 +100,7 @@ class BlockDecay(keras.optimizers.schedules.LearningRateSchedule):
         every: Positive integer, the length of a block in optimizer steps, i.e.
             `optimizer.iterations`: real updates, not batches or epochs. For a block of E epochs
             give E times the steps of an epoch.
-        factor: Float in (0, 1], without unit. Defaults to 0.5.
+        factor: Float between 0 and 1, without unit. Defaults to 0.5.
 
     Raises:
         ValueError: If an argument is outside its range.
@@ -124,14 +119,9 @@ class BlockDecay(keras.optimizers.schedules.LearningRateSchedule):
     """
 
     def __init__(self, initial, every, factor=0.5):
-        self.initial = _positive_number("initial", initial, "it is a step size, e.g. 0.01")
-        self.every = _positive_integer("every", every)
-        self.factor = _number(factor)
-        if not 0.0 < self.factor <= 1.0:
-            raise ValueError(
-                "`factor` must be in (0, 1]: it multiplies the learning rate after every block, "
-                f"e.g. 0.5 halves it. Received: factor={factor!r}"
-            )
+        self.initial = real_number("initial", initial, positive=True)
+        self.every = positive_integer("every", every)
+        self.factor = real_number("factor", factor, positive=True, below=1.0)
 
     def __call__(self, step):
         block = ops.cast(ops.floor_divide(_integer_step(step), self.every), "float64")
@@ -175,8 +165,8 @@ class Cyclical(keras.optimizers.schedules.LearningRateSchedule):
     """
 
     def __init__(self, initial, cycle_steps):
-        self.initial = _positive_number("initial", initial, "it is a step size, e.g. 0.1")
-        self.cycle_steps = _positive_integer("cycle_steps", cycle_steps)
+        self.initial = real_number("initial", initial, positive=True)
+        self.cycle_steps = positive_integer("cycle_steps", cycle_steps)
 
     def __call__(self, step):
         position = ops.cast(ops.mod(_integer_step(step), self.cycle_steps), "float64")
@@ -194,30 +184,3 @@ def _integer_step(step):
 
 def _to_floatx(value):
     return ops.cast(value, keras.config.floatx())
-
-
-def _number(value):
-    """`value` as a Python float (so that a config is plain JSON); nan if it is no number."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
-def _positive_number(name, value, remedy):
-    number = _number(value)
-    if not 0.0 < number < math.inf:
-        raise ValueError(
-            f"`{name}` must be a positive, finite number: {remedy}. Received: {name}={value!r}"
-        )
-    return number
-
-
-def _positive_integer(name, value):
-    number = _number(value)
-    if not (number >= 1.0 and number.is_integer()):
-        raise ValueError(
-            f"`{name}` must be a positive integer: it is a number of optimizer steps, e.g. 1000. "
-            f"Received: {name}={value!r}"
-        )
-    return int(number)
