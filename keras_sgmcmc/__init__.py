@@ -1,7 +1,26 @@
 """Stochastic-gradient MCMC as Keras optimizers."""
 
-from keras_sgmcmc import optimizers
+from keras_sgmcmc import callbacks, optimizers, schedules
+from keras_sgmcmc.callbacks.chain_monitor import DivergenceError
+from keras_sgmcmc.data import minibatches
+from keras_sgmcmc.losses import GaussianNegativeLogLikelihood, NegativeLogLikelihood
 from keras_sgmcmc.optimizers import SGLD, pSGLD
+from keras_sgmcmc.posterior import Posterior
 from keras_sgmcmc.priors import DistributionPrior, GaussianPrior
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "SGLD",
+    "DistributionPrior",
+    "DivergenceError",
+    "GaussianNegativeLogLikelihood",
+    "GaussianPrior",
+    "NegativeLogLikelihood",
+    "Posterior",
+    "callbacks",
+    "minibatches",
+    "optimizers",
+    "pSGLD",
+    "schedules",
+]

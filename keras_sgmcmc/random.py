@@ -31,7 +31,7 @@ _SINE = (
     -3.431788893e-06,
 )
 
-# Longest range written out as a constant when a counter is compiled: it costs 4 bytes an element.
+# Longest range that is compiled as a constant.
 _LONGEST_RANGE = 4096
 
 
@@ -44,24 +44,27 @@ def _uint32(value):
     return ops.cast(ops.convert_to_tensor(value), "uint32")
 
 
-def _range(size):
+def _range(size, zero):
     if size <= _LONGEST_RANGE:
-        return ops.cast(ops.arange(size, dtype="int32"), "uint32")
-    # A sum of two short ranges, so that XLA never holds the long one as a constant.
+        return ops.cast(ops.arange(size, dtype="int32"), "uint32") + zero
     rows = -(-size // _LONGEST_RANGE)
-    grid = _range(rows)[:, None] * _uint32(_LONGEST_RANGE) + _range(_LONGEST_RANGE)
+    grid = _range(rows, zero)[:, None] * _uint32(_LONGEST_RANGE) + _range(_LONGEST_RANGE, zero)
     return ops.reshape(grid, (-1,))[:size]
 
 
-def counter(shape):
-    """Position of each element in the row-major order of `shape`, modulo 2^32, as `uint32`."""
-    positions = ops.zeros((), dtype="uint32")
+def counter(shape, zero):
+    """Position of each element in the row-major order of `shape`, modulo 2^32, as `uint32`.
+
+    It is the sum of short ranges, one an axis. `zero` is a `uint32` scalar 0 that the compiler
+    doesn't know to be 0: otherwise it would work the sum out, and hold the result as a constant of
+    4 bytes for every weight of the model.
+    """
+    positions = zero
     stride = 1
     for axis in reversed(range(len(shape))):
         column = (-1,) + (1,) * (len(shape) - 1 - axis)
-        positions = positions + ops.reshape(_range(shape[axis]), column) * _uint32(
-            stride % 2**32
-        )
+        steps = _range(shape[axis], zero) * _uint32(stride % 2**32)
+        positions = positions + ops.reshape(steps, column)
         stride *= shape[axis]
     return positions
 
@@ -91,8 +94,9 @@ def words(shape, *, seed, step, stream):
     Returns:
         Two `uint32` tensors of shape `shape`.
     """
-    key = [_uint32(word) for word in (step, stream, seed)]
-    _, _, z, w = pcg4d(counter(shape), *key)
+    step, stream, seed = (_uint32(word) for word in (step, stream, seed))
+    elements = counter(shape, zero=ops.bitwise_xor(step, step))
+    _, _, z, w = pcg4d(elements, step, stream, seed)
     return w, z
 
 
