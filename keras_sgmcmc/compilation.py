@@ -25,3 +25,8 @@ def replicas():
 def is_eager():
     """Whether operations run at once rather than being traced."""
     return tf.executing_eagerly()
+
+
+def traced(function):
+    """`function` as a graph that is traced once."""
+    return tf.function(function, autograph=False)

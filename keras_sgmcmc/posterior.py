@@ -1,0 +1,409 @@
+"""A set of draws of a model's weights, and the predictions that they make together."""
+
+import copy
+import functools
+import math
+import re
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import tree
+
+from keras_sgmcmc import predictive
+from keras_sgmcmc.likelihoods import compiled_likelihoods
+from keras_sgmcmc.validation import positive_integer
+
+
+class Uncertainty(NamedTuple):
+    """What `Posterior.predict_uncertainty` returns; every field has the shape of the mean."""
+
+    mean: Any
+    epistemic_std: Any
+    observation_std: Any
+    total_std: Any
+
+
+class Posterior:
+    """Draws theta_1, ..., theta_S of a Keras model's weights, and their weights w_s (sum 1).
+
+    Averages are over what the outputs mean, never over logits:
+
+        p(y | x, data) = sum_s w_s p(y | x, theta_s)
+
+    What the outputs mean is read from the compiled loss (see `keras_sgmcmc.likelihoods`). The
+    network runs in inference mode (no dropout; the moving statistics of the draw itself) on the
+    weights as arguments: the live weights, seeds and metrics of `model` are neither read nor
+    changed. Predictions do not depend on the order of the draws, except for rounding.
+
+    A Posterior does not change, and shares no memory with the model. `len(p)` is the number of
+    draws; `p[i]` is `p.weights(i)`; a slice, an array of indices or a boolean mask gives a smaller
+    Posterior.
+
+    Args:
+        model: The built Keras model.
+        variables: The Keras variables of the model that each draw holds values for: the sampled
+            ones and the state that goes with them, e.g. moving statistics.
+        draws: One list of arrays for each draw, aligned with `variables`. They are copied, unless
+            they own their memory and are read-only already.
+        steps: The optimizer step (`optimizer.iterations`) of each draw.
+        weights: Non-negative weight of each draw, of any scale, e.g. its step size. Defaults to
+            None, all alike.
+        common: Pairs (variable, value) for variables of the model that are not in `variables`
+            (frozen layers, seeds). Those not listed keep their value of now. Defaults to None.
+
+    Attributes:
+        steps: Integer array, shape (S,).
+        draw_weights: Array of shape (S,) that sums to 1.
+
+    Raises:
+        ValueError: If the number or the shape of the values does not fit.
+
+    Example:
+
+    ```python
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    draws = [[np.ones((2, 3)), np.zeros(3)], [np.zeros((2, 3)), np.ones(3)]]
+    posterior = Posterior(model, model.trainable_variables, draws, steps=[10, 20])
+    probabilities = posterior.predict(np.zeros((5, 2)))
+    ```
+    """
+
+    def __init__(self, model, variables, draws, steps, weights=None, common=None):
+        self.model = model
+        self.variables = list(variables)
+        self._draws = [self._arrays(i, draw) for i, draw in enumerate(draws)]
+        drawn = {id(v) for v in self.variables}
+        given = {id(v): value for v, value in common or ()}
+        if not drawn | given.keys() <= {id(v) for v in model.variables}:
+            raise ValueError("`variables` and `common` may only hold variables of `model`.")
+        self._others = [v for v in model.variables if id(v) not in drawn]
+        self._common = [
+            _read_only(v, given[id(v)] if id(v) in given else keras.ops.convert_to_numpy(v))
+            for v in self._others
+        ]
+        self._set_steps_and_weights(steps, weights)
+        # Shared with all Posteriors made from this one, so that they are traced once.
+        self._functions = {}
+
+    def _arrays(self, index, draw):
+        draw = list(draw)
+        if len(draw) != len(self.variables):
+            raise ValueError(
+                f"A draw needs one array for each of {len(self.variables)} variables. "
+                f"Received: {len(draw)} arrays in draw {index}"
+            )
+        return [_read_only(v, value) for v, value in zip(self.variables, draw, strict=True)]
+
+    def _set_steps_and_weights(self, steps, weights):
+        self.steps = np.array(steps, dtype="int64").reshape(-1)
+        self._weights = None if weights is None else np.array(weights, dtype="float64").reshape(-1)
+        for name, value in (("steps", self.steps), ("weights", self._weights)):
+            if value is not None and len(value) != len(self._draws):
+                raise ValueError(
+                    f"`{name}` needs one entry for each of {len(self._draws)} draws. "
+                    f"Received: {len(value)} entries"
+                )
+        raw = np.ones(len(self._draws)) if self._weights is None else self._weights
+        if len(raw) and not (np.all(np.isfinite(raw) & (raw >= 0)) and raw.sum() > 0):
+            raise ValueError(
+                "`weights` must be finite, not negative, and not all zero. "
+                f"Received: weights={self._weights}"
+            )
+        self.draw_weights = raw / raw.sum() if len(raw) else raw
+        self.steps.setflags(write=False)
+        self.draw_weights.setflags(write=False)
+
+    def _replace(self, draws, steps, weights):
+        new = copy.copy(self)
+        new._draws = draws
+        new._set_steps_and_weights(steps, weights)
+        return new
+
+    @classmethod
+    def concatenate(cls, posteriors):
+        """All draws of several chains as one Posterior, on the model of the first.
+
+        Draw weights keep their scale: a chain with larger steps counts for more.
+
+        Args:
+            posteriors: Posteriors of models of one architecture: the same variables in the same
+                order, by path (numbers that Keras appended to names aside) and shape, and equal
+                frozen weights.
+
+        Raises:
+            ValueError: If the models differ, or only some chains have draw weights.
+        """
+        posteriors = list(posteriors)
+        if not posteriors:
+            raise ValueError("`concatenate` needs at least one Posterior.")
+        first = posteriors[0]
+        weights = {id(v) for v in first.model.weights}
+        for other in posteriors[1:]:
+            ours, theirs = first._architecture(), other._architecture()
+            if ours != theirs:
+                differing = [pair for pair in zip(ours, theirs, strict=False) if len(set(pair)) > 1]
+                raise ValueError(
+                    "Only chains of one architecture can be concatenated: the same variables in "
+                    f"the same order, drawn or common. Received: {len(ours)} and {len(theirs)} "
+                    f"variables, of which these differ first: {differing[:1]}"
+                )
+            for v, a, b in zip(first._others, first._common, other._common, strict=True):
+                if id(v) in weights and not np.array_equal(a, b):
+                    raise ValueError(
+                        f"The frozen variable {v.path} differs between the chains, so their draws "
+                        "are not of one model. Start all chains from the same frozen weights."
+                    )
+        if len({p._weights is None for p in posteriors}) > 1:
+            raise ValueError("Either all chains or none must have draw weights.")
+        return first._replace(
+            [draw for p in posteriors for draw in p._draws],
+            np.concatenate([p.steps for p in posteriors]),
+            None if first._weights is None else np.concatenate([p._weights for p in posteriors]),
+        )
+
+    def _architecture(self):
+        # Keras numbers the layers of a second model of the same function: dense, then dense_1.
+        return [
+            (kind, re.sub(r"_\d+(?=/|$)", "", v.path), tuple(v.shape))
+            for kind, variables in (("drawn", self.variables), ("common", self._others))
+            for v in variables
+        ]
+
+    def __len__(self):
+        return len(self._draws)
+
+    def __iter__(self):
+        return (self.weights(i) for i in range(len(self)))
+
+    def __getitem__(self, index):
+        if isinstance(index, (int, np.integer)):
+            return self.weights(index)
+        index = np.arange(len(self))[index]
+        weights = None if self._weights is None else self._weights[index]
+        return self._replace([self._draws[i] for i in index], self.steps[index], weights)
+
+    def __repr__(self):
+        size = sum(math.prod(v.shape) for v in self.variables)
+        span = f", steps {self.steps[0]} to {self.steps[-1]}" if len(self) else ""
+        return (
+            f"<Posterior of {self.model.name!r}: {len(self)} draws{span}, each of {size:,} values "
+            f"in {len(self.variables)} variables>"
+        )
+
+    def weights(self, index):
+        """Draw `index` as a list of arrays in the order of `model.set_weights`."""
+        values = zip(self.variables + self._others, self._draws[index] + self._common, strict=True)
+        values = {id(v): value for v, value in values}
+        return [values[id(v)].copy() for v in self.model.weights]
+
+    @property
+    def draws(self):
+        """Dict: path of a variable -> its draws, shape (S, *shape); a copy.
+
+        A path that several variables share gets a suffix: "dense/kernel", "dense/kernel_1".
+        """
+        result = {}
+        for i, v in enumerate(self.variables):
+            name, count = v.path, 0
+            while name in result:
+                count += 1
+                name = f"{v.path}_{count}"
+            values = [draw[i] for draw in self._draws]
+            result[name] = np.stack(values) if values else np.empty((0, *v.shape))
+        return result
+
+    def predict(self, x, batch_size=32, reduce="mean", from_logits=None, verbose="auto"):
+        """Posterior predictive mean, sum_s w_s E[y | x, theta_s]; class probabilities.
+
+        Args:
+            x: Array or tensor, a list, tuple or dict of them as the model takes it, or a finite
+                `tf.data.Dataset` of x, (x, y) or (x, y, sample_weight), read once.
+            batch_size: Rows of a forward pass, for a Dataset too. Defaults to 32.
+            reduce: `"mean"` (the default) or None for the mean of y under each draw, unweighted.
+            from_logits: Whether the outputs are logits. Defaults to None, as the compiled loss
+                says; needed if it does not say.
+            verbose: `"auto"` (the default) or 1 shows a progress bar, 0 does not.
+
+        Returns:
+            Array of shape (n, ...), or (S, n, ...) for `reduce=None`; for a model of several
+            outputs a structure of them. Averages are formed in float64.
+
+        Raises:
+            ValueError: If there is no draw, if it is not known whether outputs are logits, or if
+                `x` has no rows or arrays of different lengths.
+        """
+        if reduce not in ("mean", None):
+            raise ValueError(f"`reduce` should be 'mean' or None. Received: reduce={reduce!r}")
+        accumulator = predictive.Moments if reduce else predictive.Stack
+        return self._run("mean", accumulator, (x,), batch_size, verbose, from_logits)[0][0]
+
+    def predict_moments(self, x, batch_size=32, from_logits=None, verbose="auto"):
+        """Mean and standard deviation over the draws of mu_s = E[y | x, theta_s].
+
+            mean = sum_s w_s mu_s,    epistemic_std^2 = sum_s w_s (mu_s - mean)^2
+
+        The population form (no S - 1): the draws are the mixture that predicts. Observation
+        noise is not in it; see `predict_uncertainty`. Arguments and errors as for `predict`.
+
+        Returns:
+            mean, epistemic_std: arrays of shape (n, ...) in the units of y.
+        """
+        moments, _ = self._run("mean", predictive.Moments, (x,), batch_size, verbose, from_logits)
+        return tuple(moments)
+
+    def predict_uncertainty(self, x, batch_size=32, from_logits=None, verbose="auto"):
+        """Mean and standard deviation of y itself, split by where the spread comes from.
+
+            total_std^2 = epistemic_std^2 + observation_std^2
+                        = Var_s[mu_s]     + E_s[sigma_s^2],   sigma_s^2 = Var[y | x, theta_s]
+
+        sigma^2 is the likelihood's: noise_std^2 of `GaussianNegativeLogLikelihood`, p (1 - p) for
+        classes, and d/2 for Keras' `"mse"` on d outputs, which has no factor 1/2. Arguments and
+        errors as for `predict`.
+
+        Returns:
+            `Uncertainty`, a named tuple (mean, epistemic_std, observation_std, total_std) of arrays
+            of shape (n, ...) in the units of y.
+
+        Raises:
+            ValueError: Also if the loss is no known density, naming those that are.
+        """
+        moments, _ = self._run(
+            "mean_variance", predictive.Moments, (x,), batch_size, verbose, from_logits
+        )
+        (mean, variance), (epistemic, _) = moments
+        noise = tree.map_structure(np.sqrt, variance)
+        total = tree.map_structure(np.hypot, epistemic, noise)
+        return Uncertainty(mean, epistemic, noise, total)
+
+    def log_predictive_density(self, x, y=None, batch_size=32, verbose="auto"):
+        """Log posterior predictive density of every row, log sum_s w_s p(y | x, theta_s).
+
+        Summed in log space, so that densities too small for a float count. The density of a row
+        is normalised, and joint over its outputs; see `keras_sgmcmc.likelihoods`.
+
+        Args:
+            x: As for `predict`; a Dataset holds y as well.
+            y: Targets, as in `model.fit`.
+            batch_size: Rows of a forward pass. Defaults to 32.
+            verbose: `"auto"` (the default) or 1 shows a progress bar, 0 does not.
+
+        Returns:
+            Array of shape (n,).
+
+        Raises:
+            ValueError: Also if the loss is no density of y that is known, naming those that are.
+        """
+        (densities,), _ = self._run("log_prob", predictive.LogMean, (x, y), batch_size, verbose)
+        return densities
+
+    def evaluate(self, x, y=None, batch_size=32, sample_weight=None, verbose="auto"):
+        """The compiled loss and metrics of the averaged prediction, as a dict.
+
+        The loss and fresh copies of the metrics receive `predict(x)`; where they expect logits,
+        log p or logit(p), so that a crossentropy is -log of the averaged probability. For a
+        regression loss it is the loss of the mean, not the negative log predictive density.
+        Penalties of layers are left out.
+
+        Args:
+            x: As for `predict`; a Dataset holds y and sample weights as well.
+            y: Targets, as in `model.evaluate`.
+            batch_size: Rows of a forward pass. Defaults to 32.
+            sample_weight: As in `model.evaluate`. Defaults to None.
+            verbose: `"auto"` (the default) or 1 shows a progress bar, 0 does not.
+
+        Raises:
+            ValueError: Also if the model is not compiled with a loss, or its loss reads something
+                else than a mean.
+        """
+        compiled = getattr(self.model, "_compile_config", None)
+        if compiled is None or compiled.config["loss"] is None:
+            raise ValueError(
+                "`evaluate` needs the model's loss and metrics: call model.compile(...) first."
+            )
+        data = (x, y, sample_weight)
+        (mean, _), (y, sample_weight) = self._run(
+            "mean", predictive.Moments, data, batch_size, verbose
+        )
+        likelihoods = compiled_likelihoods(self.model, mean)
+        outputs = [a.outputs(m) for a, m in zip(likelihoods, tree.flatten(mean), strict=True)]
+        if ("evaluate", compiled) not in self._functions:
+            self._functions["evaluate", compiled] = predictive.compile_identity(
+                self.model, compiled.config
+            )
+        return self._functions["evaluate", compiled].evaluate(
+            tree.pack_sequence_as(mean, outputs),
+            y,
+            batch_size=batch_size,
+            sample_weight=sample_weight,
+            verbose=0,
+            return_dict=True,
+        )
+
+    def _run(self, head, accumulator, data, batch_size, verbose, from_logits=None):
+        """Accumulates over the draws what `head` makes of the outputs, chunk by chunk of rows.
+
+        Returns:
+            The results of the accumulator, each in the structure of the head, and (y,
+            sample_weight) of all rows.
+        """
+        if not len(self):
+            raise ValueError(
+                "The posterior holds no draw, so it predicts nothing. Training may have ended "
+                "before the burn-in did: check `burn_in` and `thinning` against the number of "
+                "optimizer steps (epochs times batches)."
+            )
+        batch_size = positive_integer("batch_size", batch_size)
+        chunks = predictive.chunks(*data, batch_size=batch_size)
+        total = len(chunks) * len(self) if isinstance(chunks, list) else None
+        show = keras.config.is_interactive_logging_enabled() if verbose == "auto" else verbose
+        bar = keras.utils.Progbar(total, verbose=int(bool(show)), interval=0.5, unit_name="draw")
+        common = [tf.constant(value) for value in self._common]
+        size = tf.constant(batch_size, tf.int32)
+        results, rest = [], []
+        for x, y, sample_weight in chunks:
+            if len(data) > 1 and y is None:
+                raise ValueError("Targets are needed: pass `y`, or a Dataset of (x, y).")
+            rest.append((y, sample_weight))
+            batch = tree.map_structure(tf.constant, (x, y) if head == "log_prob" else (x,))
+            function = self._function(head, from_logits, batch)
+            folds = None
+            for weight, draw in zip(self.draw_weights, self._draws, strict=True):
+                values = function([tf.constant(value) for value in draw] + common, batch, size)
+                flat = tree.flatten(values)
+                folds = folds or [accumulator() for _ in flat]
+                for fold, value in zip(folds, flat, strict=True):
+                    fold.add(weight, value.numpy())
+                bar.add(1)
+            parts = zip(*(fold.result() for fold in folds), strict=True)
+            results.append([tree.pack_sequence_as(values, part) for part in parts])
+        if total is None:
+            bar.update(len(results) * len(self), finalize=True)
+        join = functools.partial(predictive.concatenate, axis=accumulator.axis)
+        return [join(*part) for part in zip(*results, strict=True)], predictive.concatenate(*rest)
+
+    def _function(self, head, from_logits, batch):
+        specs = tree.map_structure(lambda a: tf.TensorSpec((None, *a.shape[1:]), a.dtype), batch)
+        key = (head, from_logits, getattr(self.model, "_compile_config", None), str(specs))
+        if key not in self._functions:
+            variables = self.variables + self._others
+            self._functions[key] = predictive.trace(self.model, variables, head, from_logits, specs)
+        return self._functions[key]
+
+
+def _read_only(variable, value):
+    """`value` as an array in the variable's dtype that nobody can write to."""
+    dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+    array = np.asarray(value)
+    if tuple(array.shape) != tuple(variable.shape):
+        raise ValueError(
+            f"The variable {variable.path} has shape {tuple(variable.shape)}. "
+            f"Received: a value of shape {array.shape}"
+        )
+    if not array.flags.owndata or array.flags.writeable or array.dtype != dtype:
+        array = np.array(array, dtype=dtype)
+        array.setflags(write=False)
+    return array
