@@ -144,10 +144,12 @@ class Sampler(keras.optimizers.Optimizer):
 
     def update_step(self, gradient, variable, learning_rate):
         """Move one variable: theta <- theta - H (g + grad(-log p) / N) + sqrt(Q) z."""
-        update = self._move
         if self.jit_compile and compilation.replicas() > 1 and not compilation.is_eager():
-            update = compilation.compiled(update)
-        update(gradient, variable, learning_rate)
+            # `apply` reduces over replicas, which XLA can't compile; the move of one variable can.
+            rate = ops.cast(learning_rate, variable.dtype)
+            compilation.compiled(lambda g, rate: self._move(g, variable, rate))(gradient, rate)
+        else:
+            self._move(gradient, variable, learning_rate)
 
     def _move(self, gradient, variable, learning_rate):
         index = self._get_variable_index(variable)
@@ -303,7 +305,7 @@ class Sampler(keras.optimizers.Optimizer):
     @property
     def seed(self):
         """The integer that keys the noise, together with the step and the variable."""
-        return int(ops.convert_to_numpy(self._seed))
+        return int(self._seed.numpy())
 
     @property
     def prior_precision(self):
@@ -359,7 +361,7 @@ class Sampler(keras.optimizers.Optimizer):
         marker = json.dumps(self._marker()).encode()
         store[_MARKER] = np.frombuffer(marker, dtype="uint8").copy()
         for name, variable in self._named_state().items():
-            store[name] = ops.convert_to_numpy(variable)
+            store[name] = variable.numpy()
 
     def load_own_variables(self, store):
         """Read the state by name.
@@ -427,15 +429,16 @@ class Sampler(keras.optimizers.Optimizer):
         return super().from_config(config, custom_objects=custom_objects)
 
     def __repr__(self):
-        parts = [f"train_size={self.train_size}", f"temperature={float(self._temperature):g}"]
+        temperature = float(self._temperature.numpy())
+        parts = [f"train_size={self.train_size}", f"temperature={temperature:g}"]
         prior = self.prior
         if self._prior_precision:
-            prior = {name: float(v) for name, v in self._prior_precision.items()}
+            prior = {name: float(v.numpy()) for name, v in self._prior_precision.items()}
         parts.append(f"prior={prior}")
-        learning_rate = float(ops.convert_to_numpy(self.learning_rate))
+        learning_rate = float(ops.convert_to_tensor(self.learning_rate).numpy())
         parts.append(f"learning_rate={learning_rate:g}")
         if self.train_size is not None:
-            std = math.sqrt(2 * float(self._temperature) * learning_rate / self.train_size)
+            std = math.sqrt(2 * temperature * learning_rate / self.train_size)
             parts.append(f"noise_std={std:g}")
         parts.append(f"seed={self.seed}")
         return f"<{type(self).__name__} {', '.join(parts)}>"
