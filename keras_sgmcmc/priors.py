@@ -202,6 +202,8 @@ class DistributionPrior(Prior):
         import tensorflow as tf
 
         del precision
+        # A new tensor: TFP's bijectors remember the inverse of tensors they have seen, off the tape.
+        value = tf.identity(value)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(value)
             density = self._distribution.log_prob(tf.cast(value, self._distribution.dtype))

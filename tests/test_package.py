@@ -1,0 +1,61 @@
+"""What a user gets on import, and what stays away until it is needed."""
+
+import subprocess
+import sys
+
+import keras
+
+import keras_sgmcmc as sg
+
+PUBLIC = {
+    "SGLD",
+    "pSGLD",
+    "GaussianPrior",
+    "DistributionPrior",
+    "GaussianNegativeLogLikelihood",
+    "NegativeLogLikelihood",
+    "minibatches",
+    "Posterior",
+    "DivergenceError",
+    "callbacks",
+    "optimizers",
+    "schedules",
+}
+
+
+def test_public_names_exist():
+    assert set(sg.__all__) == PUBLIC
+    assert all(hasattr(sg, name) for name in PUBLIC)
+    assert set(sg.callbacks.__all__) == {"ChainMonitor", "PosteriorSamples", "StepSizeAnnealing"}
+
+
+def test_every_public_class_has_a_docstring_and_is_registered_under_the_package():
+    serializable = [
+        sg.SGLD,
+        sg.pSGLD,
+        sg.GaussianPrior,
+        sg.DistributionPrior,
+        sg.GaussianNegativeLogLikelihood,
+        sg.NegativeLogLikelihood,
+        sg.schedules.PowerDecay,
+        sg.schedules.BlockDecay,
+        sg.schedules.Cyclical,
+        sg.callbacks.ChainMonitor,
+        sg.callbacks.PosteriorSamples,
+        sg.callbacks.StepSizeAnnealing,
+    ]
+    for cls in serializable:
+        assert cls.__doc__
+        assert keras.saving.get_registered_name(cls) == f"keras_sgmcmc>{cls.__name__}"
+
+
+def test_import_leaves_heavy_packages_alone():
+    code = (
+        "import sys, keras; before = set(sys.modules); import keras_sgmcmc; "
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}; "
+        "print(sorted(new & {'tensorflow_probability', 'arviz', 'matplotlib', 'sklearn'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
