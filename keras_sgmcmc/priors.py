@@ -202,7 +202,7 @@ class DistributionPrior(Prior):
         import tensorflow as tf
 
         del precision
-        # A new tensor: TFP's bijectors remember the inverse of tensors they have seen, off the tape.
+        # A new tensor: TFP's bijectors remember the inverse of one they have seen, off the tape.
         value = tf.identity(value)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(value)

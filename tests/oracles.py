@@ -47,9 +47,7 @@ def linear_chain_covariance(x, y, noise_std, precision, H, batch_size, temperatu
     contraction = np.eye(d) - H @ curvature
     spread = np.einsum("nij,nkl->ikjl", a, a).reshape(d * d, d * d) / n - np.kron(a_mean, a_mean)
     operator = (
-        np.eye(d * d)
-        - np.kron(contraction, contraction)
-        - np.kron(H, H) @ spread / batch_size
+        np.eye(d * d) - np.kron(contraction, contraction) - np.kron(H, H) @ spread / batch_size
     )
     constant = H @ C @ H / batch_size + 2.0 * temperature * H / n
     return np.linalg.solve(operator, constant.reshape(-1)).reshape(d, d)

@@ -55,7 +55,5 @@ def test_import_leaves_heavy_packages_alone():
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}; "
         "print(sorted(new & {'tensorflow_probability', 'arviz', 'matplotlib', 'sklearn'}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -28,9 +28,12 @@ def test_one_precision_a_layer():
     assert groups.names == ["hidden", "hidden", "out", "out"]
     assert groups.precisions == {"hidden": 3.0, "out": 3.0}
     # Keras drops the model's name when it loads a model.
-    assert sg.GaussianPrior(groups="layer").groups_of(
-        ["hidden/kernel", "hidden/bias", "out/kernel", "out/bias"]
-    ).names == groups.names
+    assert (
+        sg.GaussianPrior(groups="layer")
+        .groups_of(["hidden/kernel", "hidden/bias", "out/kernel", "out/bias"])
+        .names
+        == groups.names
+    )
 
 
 def test_patterns_in_order_and_flat_groups():
@@ -86,7 +89,7 @@ def test_precisions_are_variables_of_the_optimizer():
     with pytest.raises(ValueError, match="once the optimizer is built"):
         _ = optimizer.prior_precision
     optimizer.build(network().trainable_variables)
-    (name, variable), = optimizer.prior_precision.items()
+    ((name, variable),) = optimizer.prior_precision.items()
     assert name == "hidden"
     assert any(variable is v for v in optimizer.variables)
     assert sg.SGLD(train_size=10).prior_precision == {}

@@ -29,9 +29,7 @@ def reference_words(shape, seed, step, stream):
         size = int(np.prod(shape))
         u = np.uint32
         key = [np.full(size, value % 2**32, u) for value in (step, stream, seed)]
-        x, y, z, w = (
-            v * u(1664525) + u(1013904223) for v in (np.arange(size, dtype=u), *key)
-        )
+        x, y, z, w = (v * u(1664525) + u(1013904223) for v in (np.arange(size, dtype=u), *key))
         for last in (False, True):
             x = x + y * w
             y = y + z * x
@@ -42,7 +40,9 @@ def reference_words(shape, seed, step, stream):
     return w.reshape(shape), z.reshape(shape)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4, 5), (10_000,), (3, 5_001), (0, 3)])
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (7,), (3, 5), (2, 3, 4, 5), (10_000,), (3, 5_001), (0, 3)]
+)
 def test_words_are_pcg4d_in_every_mode(shape):
     expected = reference_words(shape, seed=2**32 - 5, step=2**33 + 7, stream=3)
     for mode, function in modes(

@@ -154,9 +154,7 @@ class Sampler(keras.optimizers.Optimizer):
     def _move(self, gradient, variable, learning_rate):
         index = self._get_variable_index(variable)
         gradient = ops.cast(gradient, variable.dtype)
-        step, metric = self.preconditioner(
-            index, gradient, ops.cast(learning_rate, variable.dtype)
-        )
+        step, metric = self.preconditioner(index, gradient, ops.cast(learning_rate, variable.dtype))
 
         def divided_by_metric(value):
             return value if metric is None else ops.divide(value, metric)

@@ -1,5 +1,7 @@
 """Preconditioned stochastic gradient Langevin dynamics."""
 
+import warnings
+
 import keras
 from keras import ops
 
@@ -27,8 +29,9 @@ class pSGLD(Sampler):
     Args:
         learning_rate: eta. Defaults to `0.001`.
         rho: Decay of V, in [0, 1). Defaults to `0.99`.
-        epsilon: Positive number added to sqrt(V), in units of the mean-loss gradient. Defaults
-            to `1e-5`.
+        epsilon: Positive number added to sqrt(V), in units of the mean-loss gradient. It bounds H
+            where the data are silent: eta lambda / (epsilon N) has to stay below 1 for a prior of
+            precision lambda, and a warning says so. Defaults to `1e-5`.
         adaptation_steps: Number of updates after which V is frozen, several times 1 / (1 - rho).
             Defaults to None: V adapts for ever, as in the paper.
         **kwargs: See `keras_sgmcmc.optimizers.Sampler`: `train_size`, `prior`, `temperature`,
@@ -71,6 +74,24 @@ class pSGLD(Sampler):
             return
         super().build(variables)
         self._second_moments = self.add_slots("second_moment")
+        self._warn_if_unstable_without_data()
+
+    def _warn_if_unstable_without_data(self):
+        rate = self._configured_learning_rate
+        if callable(rate) or self.prior is None:
+            return
+        paths = [variable.path for variable in self._trainable_variables]
+        largest = max(self.prior.groups_of(paths).precisions.values(), default=0.0)
+        contraction = rate / self.epsilon * largest / self.train_size
+        if contraction > 1:
+            warnings.warn(
+                "Where the data are silent (a dead pixel or unit, a row of an embedding that never "
+                "occurs) V is 0, the step is learning_rate / epsilon, and with a prior precision "
+                f"of {largest:g} it is {contraction:.3g} times the distance to the prior's mode: "
+                "inaccurate above 1 and unstable above 2. Raise `epsilon` to at least "
+                f"{contraction * self.epsilon:.3g}. Received: epsilon={self.epsilon:g}",
+                stacklevel=3,
+            )
 
     def preconditioner(self, index, gradient, learning_rate):
         moment = self._second_moments[index]
@@ -82,7 +103,5 @@ class pSGLD(Sampler):
 
     def get_config(self):
         config = super().get_config()
-        config.update(
-            rho=self.rho, epsilon=self.epsilon, adaptation_steps=self.adaptation_steps
-        )
+        config.update(rho=self.rho, epsilon=self.epsilon, adaptation_steps=self.adaptation_steps)
         return config

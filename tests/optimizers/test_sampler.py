@@ -32,9 +32,7 @@ def data(rows=32):
 
 def fitted(optimizer, model=None, epochs=2, **compile_kwargs):
     model = model or dense_model()
-    model.compile(
-        optimizer=optimizer, loss=sg.GaussianNegativeLogLikelihood(0.5), **compile_kwargs
-    )
+    model.compile(optimizer=optimizer, loss=sg.GaussianNegativeLogLikelihood(0.5), **compile_kwargs)
     model.fit(*data(), batch_size=8, epochs=epochs, shuffle=False, verbose=0)
     return model
 
@@ -131,7 +129,7 @@ def test_half_precision_variables_are_refused(cls):
     model = keras.Sequential(
         [keras.Input((3,)), keras.layers.Dense(1, dtype=keras.DTypePolicy("bfloat16"))]
     )
-    with pytest.raises(ValueError, match="bfloat16.*mixed_bfloat16"):
+    with pytest.raises(ValueError, match=r"bfloat16.*mixed_bfloat16"):
         cls(train_size=3).build(model.trainable_variables)
 
 
@@ -224,7 +222,7 @@ def test_temperature_above_zero_needs_a_train_size(cls):
 def test_an_optimizer_belongs_to_one_model(cls):
     optimizer = cls(train_size=10)
     fitted(optimizer)
-    with pytest.raises(ValueError, match="belongs to one model.*from_config"):
+    with pytest.raises(ValueError, match=r"belongs to one model.*from_config"):
         fitted(optimizer, dense_model())
     fresh = cls.from_config(optimizer.get_config())
     assert int(fresh.iterations) == 0
@@ -327,9 +325,7 @@ def state(optimizer):
 @pytest.mark.parametrize("accumulation", [None, 2])
 def test_saved_and_loaded_state_is_equal(cls, accumulation, tmp_path):
     prior = sg.GaussianPrior(groups="layer")
-    optimizer = cls(
-        1e-2, train_size=32, prior=prior, gradient_accumulation_steps=accumulation
-    )
+    optimizer = cls(1e-2, train_size=32, prior=prior, gradient_accumulation_steps=accumulation)
     model = fitted(optimizer, epochs=5)
     next(iter(optimizer.prior_precision.values())).assign(7.0)
     optimizer.temperature = 0.3
@@ -349,7 +345,9 @@ def test_another_layout_is_an_error_and_a_foreign_state_one_warning(tmp_path):
         sg.pSGLD(train_size=32, prior=1.0),
         sg.SGLD(train_size=32),
         sg.SGLD(train_size=32, prior=sg.GaussianPrior(groups="layer")),
-        sg.SGLD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9), train_size=32, prior=1.0),
+        sg.SGLD(
+            keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9), train_size=32, prior=1.0
+        ),
     ):
         model = fitted(other)
         with pytest.raises(ValueError, match="does not fit this"):

@@ -152,7 +152,9 @@ def test_temperature_zero_goes_down_monotonically_on_a_convex_problem():
 
 
 def run_mode(cls, mode, start):
-    optimizer = cls(1e-2, train_size=64, prior=1.0, seed=5)
+    prior = sg.GaussianPrior(groups={"kernel": 5.0, "bias": None})
+    stable = {"epsilon": 1e-2} if cls is sg.pSGLD else {}
+    optimizer = cls(1e-2, train_size=64, prior=prior, seed=5, **stable)
     x, y = classification()
     if mode in ("default", "eager", "jit"):
         options = {"default": {}, "eager": {"run_eagerly": True}, "jit": {"jit_compile": True}}
@@ -259,7 +261,7 @@ def test_compiled_update_has_no_host_callback_and_is_traced_once(cls):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_shapes_and_dtypes(cls, shape, dtype):
     variable = keras.Variable(np.ones(shape), dtype=dtype)
-    optimizer = cls(0.5, train_size=4, prior=1.0, jit_compile=False)
+    optimizer = cls(0.5, train_size=4, jit_compile=False)
     optimizer.apply([tf.ones(shape, dtype)], [variable])
     value = variable.numpy()
     assert value.shape == shape
@@ -279,11 +281,29 @@ def test_float64_is_not_rounded_to_float32():
     assert len(np.unique(moved)) > 0.99 * n
 
 
+@samplers
+def test_float64_as_keras_default(cls):
+    keras.config.set_floatx("float64")
+    try:
+        stable = {"epsilon": 0.1} if cls is sg.pSGLD else {}
+        optimizer = cls(0.1, train_size=10, prior=2.0, seed=1, **stable)
+        variable = keras.Variable(np.zeros(20_000))
+        for _ in range(3):
+            optimizer.apply([tf.zeros(20_000, tf.float64)], [variable])
+    finally:
+        keras.config.set_floatx("float32")
+    assert {str(v.dtype) for v in optimizer.variables} <= {"float64", "int64", "uint32"}
+    H = 0.1 if cls is sg.SGLD else 0.1 / 0.1
+    shrink = 1 - 2.0 * H / 10
+    expected = 2 * H / 10 * (1 + shrink**2 + shrink**4)
+    assert variable.numpy().var() == pytest.approx(expected, rel=4 * np.sqrt(2 / 20_000))
+
+
 def test_float64_layer_in_a_float32_model():
     model = keras.Sequential(
         [keras.Input((3,)), keras.layers.Dense(2, dtype="float64"), keras.layers.Dense(1)]
     )
-    model.compile(optimizer=sg.pSGLD(train_size=8, prior=1.0), loss="mse")
+    model.compile(optimizer=sg.pSGLD(train_size=1000, prior=1.0), loss="mse")
     before = model.get_weights()
     model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
     assert [w.dtype for w in model.get_weights()] == ["float64"] * 2 + ["float32"] * 2
@@ -327,12 +347,30 @@ def test_gradient_accumulation_updates_once_in_k_batches(cls):
     assert changed == [False, False, True, False, False, True]
 
 
+def test_psgld_moves_rows_without_data_with_a_step_of_rate_over_epsilon():
+    """V is 0 there, so H = eta / epsilon; the user is told when that is unstable."""
+    arguments = {"train_size": 100, "prior": 10.0, "seed": 1}
+    variable = keras.Variable(np.ones((2, 20_000), "float32"))
+    optimizer = sg.pSGLD(1e-3, epsilon=1e-3, **arguments)
+    gradient = tf.IndexedSlices(tf.ones((1, 20_000)), tf.constant([0]), tf.constant([2, 20_000]))
+    optimizer.apply([gradient], [variable])
+    silent = variable.numpy()[1]
+    assert silent.var() == pytest.approx(2 * 1.0 / 100, rel=4 * np.sqrt(2 / 20_000))
+    assert abs(silent.mean() - (1 - 1.0 * 10 / 100)) < 4 * np.sqrt(0.02 / 20_000)
+    with pytest.warns(
+        UserWarning, match=r"data are silent.*10 times.*`epsilon` to at least 0.0001"
+    ):
+        sg.pSGLD(1e-3, epsilon=1e-5, **arguments).build([keras.Variable(np.ones(3))])
+
+
 def test_embedding_rows_without_data_sample_the_prior():
     """Rows that no batch touches relax to N(0, 1 / lambda), and equal the dense computation."""
     rows, columns, precision, train_size = 10, 2_000, 4.0, 8
     embedding = keras.layers.Embedding(rows, columns, embeddings_initializer="zeros")
     model = keras.Sequential([keras.Input((1,), dtype="int32"), embedding])
-    optimizer = sg.SGLD(0.1 * train_size / precision, train_size=train_size, prior=precision, seed=4)
+    optimizer = sg.SGLD(
+        0.1 * train_size / precision, train_size=train_size, prior=precision, seed=4
+    )
     dense = keras.Variable(np.zeros((rows, columns), "float32"))
     twin = sg.SGLD(0.1 * train_size / precision, train_size=train_size, prior=precision, seed=4)
     tokens = tf.zeros((3, 1), tf.int32)
