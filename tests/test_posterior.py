@@ -323,14 +323,14 @@ def test_frozen_layers_take_the_value_they_had():
 # Kinds of inputs and outputs.
 
 
-def test_inputs_as_tensors_lists_and_datasets(monkeypatch):
+def test_inputs_as_tensors_and_datasets(monkeypatch):
     posterior, x = posterior_of(mlp()), normal(11, 4)
     want = posterior.predict(x)
     data = tf.data.Dataset.from_tensor_slices(x)
     both = tf.data.Dataset.from_tensor_slices((x, np.zeros(11)))
     for chunk_bytes in (2**28, 1):  # all rows at once; chunk by chunk
         monkeypatch.setattr(predictive, "CHUNK_BYTES", chunk_bytes)
-        for given in (tf.constant(x), x.astype("float64"), [x], data.batch(4), both.batch(4)):
+        for given in (tf.constant(x), x.astype("float64"), data.batch(4), both.batch(4)):
             np.testing.assert_allclose(posterior.predict(given, batch_size=3), want, atol=1e-6)
         each = posterior.predict(data.batch(4), batch_size=3, reduce=None)
         np.testing.assert_allclose(each.mean(0), want, atol=1e-6)
