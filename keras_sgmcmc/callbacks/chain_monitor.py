@@ -3,16 +3,22 @@
 import math
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_sgmcmc import compilation, guards
 from keras_sgmcmc.callbacks.step_callback import StepCallback
-from keras_sgmcmc.optimizers.base import Sampler
 from keras_sgmcmc.validation import positive_integer
 
-# Unstable steps multiply the distance from the mode by |1 - eta h| each; 2.5 for eta h makes that
-# 57 in ten steps. Nothing else makes the largest weight grow so twice in a row.
-_GROWTH = 30.0
+# A chain diverges if its largest weight grows by a tenth a step, for so many steps in a row, each
+# time that it is looked at, and a thousandfold in all. An unstable step multiplies the distance
+# from the mode by |1 - eta h|, every step: 1.5 at eta h = 2.5, a thousandfold in 17. A chain that
+# only travels, however far, grows linearly at most, and slower than this after ten steps.
+_GROWTH = 1.1
+_STEPS = 30
+_TOTAL = 1000.0
+# Growth is judged over at least so many steps, since batches differ.
+_WINDOW = 10
 
 
 class DivergenceError(RuntimeError):
@@ -23,7 +29,7 @@ class DivergenceError(RuntimeError):
         variable: Path of the variable.
     """
 
-    def __init__(self, message, step, variable):
+    def __init__(self, message, step=None, variable=None):
         super().__init__(message)
         self.step = step
         self.variable = variable
@@ -33,13 +39,20 @@ class DivergenceError(RuntimeError):
 class ChainMonitor(StepCallback):
     """Stop the run when a weight is not finite or grows without bound.
 
-    Every `every` steps, and when an epoch ends, the largest absolute weight of every variable is
-    computed on the device. The run stops if one isn't finite, or if one has grown more than 30
-    times from check to check twice in a row: an unstable step (learning rate times curvature above
-    2) is found long before it overflows.
+    The largest absolute weight of every variable is computed on the device every `every` steps, at
+    the end of an epoch, and when the loss is not finite. The run stops if one isn't finite, or if
+    they grow exponentially for 30 steps, which finds an unstable step (learning rate times
+    curvature above 2.1 or so) long before it overflows.
 
-    It also checks, at the first batch, that what is compiled means the posterior that the sampler's
-    arguments say: see `docs/gotchas.md`. `PosteriorSamples` brings a monitor of its own.
+    It stops by raising `DivergenceError` out of `fit`. A run that ended normally would look
+    like a chain that can be used, and `keras.callbacks.BackupAndRestore` would delete its
+    checkpoint: this way it keeps the last one before the error.
+
+    The monitor also checks what is compiled and fed against the arguments of the sampler: that
+    losses are means over rows of negative log-likelihoods, and, after an epoch, that `train_size`
+    is the number of rows and that batches are even. It warns, or refuses before the first update.
+
+    `PosteriorSamples` is a monitor too.
 
     Args:
         every: Steps between two checks. Defaults to `10`.
@@ -47,74 +60,93 @@ class ChainMonitor(StepCallback):
     Raises:
         DivergenceError: In training; it names the step and the variable.
         ValueError: At the first batch, if the compiled loss is not the mean over rows of a negative
-            log-likelihood.
+            log-likelihood; if the optimizer is a `MultiOptimizer`.
     """
 
     def __init__(self, every=10):
         super().__init__()
         self.every = positive_integer("every", every)
+        self._watched = []
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
-        self._rows = guards.RowCount(self.model)
-        self._previous = None
-        self._growing = None
+        self._guard = guards.fit_guard(self.model, self.optimizer)
 
-    def on_first_batch(self, step):
-        guards.check_loss(self.model)
-        self._variables = list(self.model.trainable_variables)
-        self._largest = compilation.traced(
-            lambda: ops.stack([_largest_absolute(variable) for variable in self._variables])
-        )
+    def begin(self):
+        if self._guard is not None:
+            guards.check_loss(self.model)
+        variables = [v for v in self.model.trainable_variables if math.prod(v.shape) > 0]
+        if not variables:
+            raise ValueError(
+                "The model has no trainable variables, so there is nothing to sample. Unfreeze "
+                "layers and compile the model again."
+            )
+        if not same_variables(variables, self._watched):
+            self._watched = variables
+            self._largest = compilation.traced(lambda: ops.stack(list(map(_largest, variables))))
+        _, largest = self._look()
+        self._judged = self._growing_since = self.step
+        self._previous = self._smallest = largest
 
-    def next_due(self, step):
-        return step + self.every
+    def next_due(self):
+        return self._checked + self.every
+
+    def on_due(self, logs):
+        if self.step >= self._checked + self.every:
+            self.check()
 
     def on_train_batch_end(self, batch, logs=None):
         super().on_train_batch_end(batch, logs)
-        if self._rows is not None:
-            self._rows.batch_ended(batch, self.params.get("steps"))
-
-    def on_due(self, step, logs):
-        self.check(step)
+        steps = self.params.get("steps")
+        if self._guard is not None:
+            self._guard.batch_ended(batch, steps)
+        # A last batch is checked here too, since `BackupAndRestore` may come first when the epoch
+        # ends; and a loss that isn't finite is what weights that aren't give at the next batch.
+        last = steps is not None and batch + 1 >= steps and self._checked < self.step
+        loss = (logs or {}).get("loss")
+        if last or (isinstance(loss, float) and not math.isfinite(loss)):
+            self.check()
 
     def on_epoch_end(self, epoch, logs=None):
-        step = self.current_step()
-        self.check(step, growth=False)
-        if self._rows is not None:
-            if isinstance(self.optimizer, Sampler):
-                self._rows.check(self.optimizer.train_size)
-            self._rows = None
-
-    def check(self, step, growth=True):
-        """Raise `DivergenceError` if the chain has diverged by `step`."""
-        largest = [float(value) for value in ops.convert_to_numpy(self._largest())]
-        for value, variable in zip(largest, self._variables, strict=True):
-            if not math.isfinite(value):
-                raise self._error(step, variable, "is not finite")
-        if not growth:
+        if not self.begun:
             return
-        growing = set()
-        if self._previous is not None:
-            growing = {
-                i
-                for i, (now, before) in enumerate(zip(largest, self._previous, strict=True))
-                if before > 0 and now > _GROWTH * before
-            }
-        diverging = growing & (self._growing or set())
-        if diverging:
-            i = max(diverging, key=lambda i: largest[i])
-            raise self._error(
-                step, self._variables[i], f"grows without bound (largest weight {largest[i]:.3g})"
-            )
-        self._previous, self._growing = largest, growing
+        self.check()
+        if self._guard is not None:
+            self._guard.epoch_ended()
+            self._guard = None
 
-    def _error(self, step, variable, what):
+    def check(self):
+        """Raise `DivergenceError` if the chain has diverged by now."""
+        variable, largest = self._look()
+        steps, before = self.step - self._judged, self._previous
+        if steps < _WINDOW:
+            return
+        self._judged, self._previous = self.step, largest
+        if not largest > before * _GROWTH**steps > 0:
+            self._growing_since, self._smallest = self.step, largest
+        elif self.step - self._growing_since >= _STEPS and largest > _TOTAL * self._smallest:
+            raise self.error(
+                variable,
+                f"grows without bound, since step {self._growing_since} (largest weight now: "
+                f"{largest:.3g})",
+            )
+
+    def _look(self):
+        """The variable with the largest weight, and that weight, which has to be finite."""
+        self._checked = self.step
+        largest = ops.convert_to_numpy(self._largest())
+        worst = int(np.argmax(largest))  # the first NaN, if there is one
+        if not math.isfinite(largest[worst]):
+            raise self.error(self._watched[worst], "is not finite")
+        return self._watched[worst], float(largest[worst])
+
+    def error(self, variable, what):
+        """The `DivergenceError` for a variable that `what`."""
         return DivergenceError(
-            f"The chain has diverged: at step {step} variable {variable.path} {what}. Draws taken "
-            "before are kept. Use a smaller `learning_rate`: it must stay below 2 divided by the "
-            "largest curvature of the mean loss, and far below for accurate variances.",
-            step,
+            f"The chain has diverged: at step {self.step} variable {variable.path} {what}. Use a "
+            "smaller `learning_rate`: it must stay below 2 divided by the largest curvature of the "
+            "mean loss, and far below for accurate variances.",
+            self.step,
             variable.path,
         )
 
@@ -126,7 +158,12 @@ class ChainMonitor(StepCallback):
         return cls(**config)
 
 
-def _largest_absolute(variable):
+def same_variables(some, others):
+    """Whether two lists hold the same variables (not equal ones) in the same order."""
+    return list(map(id, some)) == list(map(id, others))
+
+
+def _largest(variable):
+    # Two reductions, which NaN passes through, need no temporary arrays.
     value = ops.convert_to_tensor(variable)
-    magnitude = ops.where(ops.isfinite(value), ops.abs(value), math.inf)
-    return ops.cast(ops.max(magnitude, initial=0.0), "float64")
+    return ops.cast(ops.maximum(ops.max(value), -ops.min(value)), "float64")

@@ -3,6 +3,7 @@
 import warnings
 
 import keras
+from keras import ops
 
 
 def base_optimizer(model):
@@ -15,6 +16,19 @@ def base_optimizer(model):
             f"Received: optimizer={optimizer!r}"
         )
     return optimizer
+
+
+def current_step(optimizer):
+    """The value of `optimizer.iterations`."""
+    # Read after every batch. `int` of a variable that a strategy mirrors fails, and converting to
+    # NumPy takes twice as long.
+    return int(ops.convert_to_tensor(optimizer.iterations))
+
+
+def execution_block(model):
+    """Most updates that run between two calls of a callback."""
+    accumulated = base_optimizer(model).gradient_accumulation_steps or 1
+    return -(-model.steps_per_execution // accumulated)
 
 
 class StepCallback(keras.callbacks.Callback):
@@ -31,6 +45,11 @@ class StepCallback(keras.callbacks.Callback):
         step: The value of `optimizer.iterations` now.
         begun: Whether `begin` was called in this fit.
     """
+
+    def __init__(self):
+        super().__init__()
+        # A `CallbackList` of the user's own need not set it.
+        self.params = {}
 
     def begin(self):
         """Called once in a fit: before its first update, as soon as the model has its variables.
@@ -50,22 +69,16 @@ class StepCallback(keras.callbacks.Callback):
     def optimizer(self):
         return base_optimizer(self.model)
 
-    @property
-    def execution_block(self):
-        """Most updates that run between two calls of a callback."""
-        accumulated = self.optimizer.gradient_accumulation_steps or 1
-        return max(1, self.model.steps_per_execution // accumulated)
-
     def warn_if_coarsened(self, name, interval):
         """Warn where Keras calls back less often than, or out of step with, `interval` updates."""
-        block = self.execution_block
+        block = execution_block(self.model)
         if interval % block:
             coarsened = -(-interval // block) * block
-            spacing = f"becomes {coarsened}" if interval < block else f"varies, {coarsened} at most"
+            outcome = f"becomes {coarsened}" if interval < block else f"varies, up to {coarsened}"
             warnings.warn(
                 f"`steps_per_execution={self.model.steps_per_execution}` runs {block} updates "
-                f"between two callbacks, so the interval asked for by `{name}={interval}` "
-                f"{spacing}. Choose a multiple of {block}.",
+                f"between two callbacks: the interval of {interval} steps from `{name}` {outcome}. "
+                f"Choose a multiple of {block}.",
                 stacklevel=2,
             )
 
@@ -80,7 +93,7 @@ class StepCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self.begun = False
         self._first_epoch = self._first_step = None
-        self.execution_block  # noqa: B018  refuses an optimizer without a count of steps
+        base_optimizer(self.model)
 
     def on_epoch_begin(self, epoch, logs=None):
         if self._first_epoch is None:
@@ -88,14 +101,14 @@ class StepCallback(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._first_step is None:
-            self._first_step = self.step = int(self.optimizer.iterations)
+            self._first_step = self.step = current_step(self.optimizer)
             if all(layer.built for layer in self.model._flatten_layers()):
                 self._begin()
 
     def on_train_batch_end(self, batch, logs=None):
         if not self.begun:
             self._begin()
-        self.step = int(self.optimizer.iterations)
+        self.step = current_step(self.optimizer)
         if self.step >= self._due:
             self.on_due(logs)
             self._due = self.next_due()
@@ -104,7 +117,3 @@ class StepCallback(keras.callbacks.Callback):
         self.begun = True
         self.begin()
         self._due = self.next_due()
-
-    def is_last_batch(self, batch):
-        """Whether an epoch ends with this batch; False if Keras does not know its length."""
-        return batch + 1 >= (self.params.get("steps") or float("inf"))

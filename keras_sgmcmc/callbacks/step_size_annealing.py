@@ -4,13 +4,14 @@ import math
 import warnings
 
 import keras
+from keras import ops
 
 from keras_sgmcmc import compilation
-from keras_sgmcmc.callbacks.step_callback import StepCallback
+from keras_sgmcmc.callbacks.step_callback import base_optimizer, current_step, execution_block
 
 
 @keras.saving.register_keras_serializable(package="keras_sgmcmc")
-class StepSizeAnnealing(StepCallback):
+class StepSizeAnnealing(keras.callbacks.Callback):
     """Set the learning rate of an optimizer from a schedule of its true step.
 
     For an optimizer made with a number as its learning rate; an optimizer made with a schedule
@@ -46,42 +47,45 @@ class StepSizeAnnealing(StepCallback):
         self.schedule = schedule
 
     def on_train_begin(self, logs=None):
-        super().on_train_begin(logs)
-        self._rate = self.optimizer._learning_rate
-        if not isinstance(self._rate, keras.Variable):
+        optimizer, schedule = base_optimizer(self.model), self.schedule
+        rate = optimizer._learning_rate
+        if not isinstance(rate, keras.Variable):
             raise ValueError(
                 "`StepSizeAnnealing` needs an optimizer whose `learning_rate` is a number, and "
                 "this one has a schedule or a function of its own. Choose one of the two: a number "
-                "with this callback, or the schedule alone. "
-                f"Received: learning_rate={self._rate!r}"
+                f"with this callback, or the schedule alone. Received: learning_rate={rate!r}"
             )
-        if self.execution_block > 1:
+        self._value = None
+        block = execution_block(self.model)
+        if block > 1:
             warnings.warn(
-                f"`steps_per_execution={self.model.steps_per_execution}` runs "
-                f"{self.execution_block} updates between two callbacks: `StepSizeAnnealing` "
-                f"changes the step once in {self.execution_block} updates. Pass the schedule as "
-                "`learning_rate` to anneal at every one.",
+                f"`steps_per_execution={self.model.steps_per_execution}` runs {block} updates "
+                f"between two callbacks: `StepSizeAnnealing` changes the step once in {block} "
+                "updates. Pass the schedule as `learning_rate` to anneal at every one.",
                 stacklevel=2,
             )
-        self._anneal = self._call_function
-        if isinstance(self.schedule, keras.optimizers.schedules.LearningRateSchedule):
-            # As a graph, because operation by operation it would cost a third of a small step.
-            iterations, rate, schedule = self.optimizer, self._rate, self.schedule
-            self._anneal = compilation.traced(
-                lambda: rate.assign(schedule(iterations.iterations))
-            )
 
-    def _call_function(self):
-        step = int(self.optimizer.iterations)
-        value = float(self.schedule(step))
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(
-                f"`schedule` should return a number >= 0. Received: schedule({step}) = {value}"
-            )
-        self._rate.assign(value)
+        def set_rate():
+            value = ops.cast(schedule(optimizer.iterations), rate.dtype)
+            rate.assign(value)
+            return value
+
+        def call_function():
+            step = current_step(optimizer)
+            value = float(schedule(step))
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(
+                    f"`schedule` should return a number >= 0. Received: schedule({step}) = {value}"
+                )
+            rate.assign(value)
+            return value
+
+        is_schedule = isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule)
+        # Operation by operation, outside a graph, a schedule costs several times as much.
+        self._anneal = compilation.traced(set_rate) if is_schedule else call_function
 
     def on_train_batch_begin(self, batch, logs=None):
-        self._anneal()
+        self._value = self._anneal()
 
     def on_train_batch_end(self, batch, logs=None):
         self._log(logs)
@@ -90,8 +94,8 @@ class StepSizeAnnealing(StepCallback):
         self._log(logs)
 
     def _log(self, logs):
-        if logs is not None:
-            logs["learning_rate"] = float(self._rate)
+        if logs is not None and self._value is not None:
+            logs["learning_rate"] = float(self._value)
 
     def get_config(self):
         return {"schedule": keras.saving.serialize_keras_object(self.schedule)}

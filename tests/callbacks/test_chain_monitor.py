@@ -1,0 +1,245 @@
+import pickle
+
+import keras
+import numpy as np
+import pytest
+
+import keras_sgmcmc as sg
+
+ROWS = 10
+X = np.ones((ROWS, 1), "float32")
+
+
+def quadratic(eta_h, *, sampler=None, mode=0.0, start=0.0, columns=3, **compile_arguments):
+    """Independent weights on quadratics of curvature 1, so that eta h is the learning rate."""
+    dense = keras.layers.Dense(
+        columns, use_bias=False, kernel_initializer=keras.initializers.Constant(start), name="w"
+    )
+    model = keras.Sequential([keras.Input((1,)), dense], name="quadratic")
+    sampler = sampler or sg.SGLD(eta_h, train_size=ROWS, seed=3, jit_compile=False)
+    loss = sg.GaussianNegativeLogLikelihood()
+    model.compile(optimizer=sampler, loss=loss, **compile_arguments)
+    return model, np.full((ROWS, columns), mode, "float32")
+
+
+def fit(model, y, *callbacks, steps=100, epochs=1, **arguments):
+    """Full-batch steps, `steps` an epoch."""
+    x, y = np.tile(X, (steps, 1)), np.tile(y, (steps, 1))
+    arguments = {"batch_size": ROWS, "epochs": epochs, "verbose": 0, **arguments}
+    return model.fit(x, y, callbacks=list(callbacks), **arguments)
+
+
+class Poison(keras.callbacks.Callback):
+    """A weight becomes NaN at one step."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == self.step:
+            kernel = self.model.trainable_variables[0]
+            value = kernel.numpy()
+            value[0, 0] = np.nan
+            kernel.assign(value)
+
+
+# A repeated epoch feeds 100 times the rows.
+pytestmark = pytest.mark.filterwarnings("ignore:An epoch feeds")
+
+
+@pytest.mark.parametrize(
+    ("make", "start", "mode", "block"),
+    [
+        (sg.callbacks.ChainMonitor, 0.0, 1.0, 1),
+        (sg.callbacks.ChainMonitor, 100.0, 100.0, 1),
+        (sg.callbacks.ChainMonitor, 0.5, 1.0, 4),
+        (lambda: sg.callbacks.PosteriorSamples(0, 20), 0.0, 1.0, 4),
+        (lambda: sg.callbacks.PosteriorSamples(0, 3), 0.5, 1.0, 1),
+    ],
+)
+def test_unstable_step_is_found_within_50_steps(make, start, mode, block):
+    model, y = quadratic(2.5, start=start, mode=mode, steps_per_execution=block)
+    with pytest.raises(sg.DivergenceError, match="grows without bound") as raised:
+        fit(model, y, make())
+    error = raised.value
+    assert 30 <= error.step <= 50
+    assert error.variable == "quadratic/w/kernel"
+    assert f"at step {error.step} variable quadratic/w/kernel" in str(error)
+    assert np.all(np.isfinite(model.get_weights()[0]))
+
+
+@pytest.mark.parametrize(("eta_h", "start"), [(1.9, 0.0), (1.9, 100.0), (1.99, 100.0)])
+def test_stable_step_is_not_flagged(eta_h, start):
+    model, y = quadratic(eta_h, start=start, mode=1.0)
+    fit(model, y, sg.callbacks.ChainMonitor(), steps=200)
+
+
+@pytest.mark.parametrize("every", [1, 10, 25])
+def test_a_chain_that_travels_far_is_not_flagged(every):
+    # From 0.01 to a mode at a million: on a straight line first, then slower.
+    model, y = quadratic(1e-3, start=0.01, mode=1e6)
+    fit(model, y, sg.callbacks.ChainMonitor(every), steps=200)
+    assert np.all(model.get_weights()[0] > 1e5)
+
+
+@pytest.mark.parametrize("every", [1, 25])
+def test_divergence_is_found_whatever_the_interval(every):
+    model, y = quadratic(2.5, start=0.5)
+    with pytest.raises(sg.DivergenceError) as raised:
+        fit(model, y, sg.callbacks.ChainMonitor(every))
+    assert raised.value.step <= 50
+
+
+def test_slower_divergence_is_found_later():
+    model, y = quadratic(2.2, start=0.5)
+    with pytest.raises(sg.DivergenceError) as raised:
+        fit(model, y, sg.callbacks.ChainMonitor())
+    assert 40 <= raised.value.step <= 80
+
+
+def test_the_variable_that_diverges_is_named():
+    inputs = keras.Input((1,))
+    layers = [keras.layers.Dense(1, use_bias=False, name=name) for name in ("calm", "wild")]
+    model = keras.Model(inputs, [layer(inputs) for layer in layers])
+    model.compile(
+        optimizer=sg.SGLD(0.1, train_size=ROWS, seed=1, jit_compile=False),
+        loss=[sg.GaussianNegativeLogLikelihood(), sg.GaussianNegativeLogLikelihood(0.2)],
+    )
+    y = np.zeros((ROWS * 60, 1))
+    with pytest.raises(sg.DivergenceError, match="variable wild/kernel"):
+        model.fit(
+            np.ones_like(y),
+            [y, y],
+            batch_size=ROWS,
+            callbacks=[sg.callbacks.ChainMonitor()],
+            verbose=0,
+        )
+
+
+@pytest.mark.parametrize(
+    "make", [sg.callbacks.ChainMonitor, lambda: sg.callbacks.PosteriorSamples(0)]
+)
+def test_nan_is_seen_at_the_next_batch(make):
+    model, y = quadratic(0.1)
+    with pytest.raises(
+        sg.DivergenceError, match="variable quadratic/w/kernel is not finite"
+    ) as raised:
+        fit(model, y, Poison(13), make())
+    assert raised.value.step in (13, 14)
+
+
+def test_nan_at_the_last_step_of_an_epoch_is_seen_in_that_epoch():
+    model, y = quadratic(0.1)
+    with pytest.raises(sg.DivergenceError) as raised:
+        fit(model, y, Poison(17), sg.callbacks.ChainMonitor(), steps=17, epochs=2)
+    assert raised.value.step == 17
+
+
+def test_nan_at_the_last_step_of_an_epoch_of_unknown_length_is_seen_too():
+    model, y = quadratic(0.1)
+
+    def batches():
+        for _ in range(17):
+            yield X, y
+
+    with pytest.raises(sg.DivergenceError) as raised:
+        model.fit(batches(), callbacks=[Poison(17), sg.callbacks.ChainMonitor()], verbose=0)
+    assert raised.value.step == 17
+
+
+def test_weights_that_are_not_finite_at_the_start_are_seen_before_the_first_update():
+    model, y = quadratic(0.1, start=float("inf"))
+    with pytest.raises(sg.DivergenceError, match="at step 0 variable quadratic/w/kernel"):
+        fit(model, y, sg.callbacks.ChainMonitor())
+    assert int(model.optimizer.iterations) == 0
+
+
+def test_backup_and_restore_keeps_the_last_good_checkpoint(tmp_path):
+    model, y = quadratic(0.1)
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    after_first = {}
+
+    class Remember(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            after_first.setdefault("weights", self.model.get_weights()[0])
+
+    with pytest.raises(sg.DivergenceError):
+        fit(
+            model, y, backup, Poison(10), Remember(), sg.callbacks.ChainMonitor(), steps=5, epochs=9
+        )
+    # Resumed, it goes on from the end of epoch 1, and not from the NaN at the end of epoch 2.
+    resumed, _ = quadratic(0.1)
+    monitor = sg.callbacks.ChainMonitor()
+
+    class Resumed(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            after_first.setdefault("step", int(self.model.optimizer.iterations))
+            after_first.setdefault("restored", self.model.get_weights()[0])
+
+    fit(resumed, y, backup, monitor, Resumed(), steps=5, epochs=3)
+    assert after_first["step"] == 5
+    np.testing.assert_array_equal(after_first["restored"], after_first["weights"])
+
+
+def test_the_preconditioner_is_finite_when_the_run_stops():
+    # Frozen at almost 0 after a step, so that eta h = 2.5; the live one would hold the chain back.
+    sampler = sg.pSGLD(
+        2.5,
+        train_size=ROWS,
+        rho=0.999999,
+        epsilon=1.0,
+        adaptation_steps=1,
+        seed=1,
+        jit_compile=False,
+    )
+    model, y = quadratic(None, sampler=sampler, start=0.5)
+    with pytest.raises(sg.DivergenceError):
+        fit(model, y, sg.callbacks.ChainMonitor())
+    for variable in sampler.variables:
+        assert np.all(np.isfinite(variable.numpy().astype("float64"))), variable.path
+
+
+def test_the_error_can_be_sent_between_processes():
+    error = pickle.loads(pickle.dumps(sg.DivergenceError("diverged", 17, "dense/kernel")))
+    assert (str(error), error.step, error.variable) == ("diverged", 17, "dense/kernel")
+
+
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
+def test_a_model_without_trainable_variables_is_refused():
+    model, y = quadratic(0.1)
+    model.trainable = False
+    model.compile(optimizer=model.optimizer, loss=sg.GaussianNegativeLogLikelihood())
+    with pytest.raises(ValueError, match="no trainable variables"):
+        fit(model, y, sg.callbacks.ChainMonitor())
+
+
+def test_a_fit_after_a_divergence_starts_afresh():
+    model, y = quadratic(2.5, start=0.5)
+    monitor = sg.callbacks.ChainMonitor()
+    with pytest.raises(sg.DivergenceError):
+        fit(model, y, monitor)
+    model.optimizer.learning_rate = 0.1
+    model.set_weights([np.zeros((1, 3))])
+    fit(model, y, monitor)
+
+
+def test_other_optimizers_are_watched_too_and_their_loss_is_not_checked():
+    # Of three columns the mean square has curvature 2/3.
+    model, y = quadratic(None, sampler=keras.optimizers.SGD(3.75), start=0.5)
+    model.compile(optimizer=keras.optimizers.SGD(3.75), loss="mse")
+    with pytest.raises(sg.DivergenceError):
+        fit(model, y, sg.callbacks.ChainMonitor())
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "10", None])
+def test_bad_arguments(every):
+    with pytest.raises(ValueError, match=r"`every` should be an integer >= 1\. Received: every="):
+        sg.callbacks.ChainMonitor(every=every)
+
+
+def test_serialization():
+    config = keras.saving.serialize_keras_object(sg.callbacks.ChainMonitor(every=7))
+    again = keras.saving.deserialize_keras_object(config)
+    assert isinstance(again, sg.callbacks.ChainMonitor)
+    assert again.every == 7

@@ -1,0 +1,102 @@
+"""What the callbacks cost: time of a step of a small MLP with and without them.
+
+    python tools/benchmark_callbacks.py [--repeats 15] [--steps 100]
+
+Each repeat runs every variant once, in turn, so that a busy machine slows all of them alike. The
+table gives the median time of a step and the median, over repeats, of its ratio to the same
+repeat's run without callbacks.
+"""
+
+import argparse
+import os
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_sgmcmc as sg
+
+ROWS, BATCH = 10_000, 100
+
+
+def compiled_mlp(optimizer):
+    model = keras.Sequential(
+        [
+            keras.Input((784,)),
+            keras.layers.Dense(400, activation="relu"),
+            keras.layers.Dense(400, activation="relu"),
+            keras.layers.Dense(10),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss)
+    return model
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=100, help="steps of one run, one epoch")
+    arguments = parser.parse_args()
+
+    generator = np.random.default_rng(1)
+    x = generator.normal(size=(ROWS, 784)).astype("float32")
+    y = generator.integers(0, 10, ROWS)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat().prefetch(4)
+
+    schedule = sg.schedules.PowerDecay(1e-3, 100.0, 0.55)
+    variants = {
+        "none": [],
+        "ChainMonitor()": [sg.callbacks.ChainMonitor()],
+        "StepSizeAnnealing": [sg.callbacks.StepSizeAnnealing(schedule)],
+        "PosteriorSamples(thinning=100)": [sg.callbacks.PosteriorSamples(0, 100, 20)],
+        "PosteriorSamples and annealing": [
+            sg.callbacks.PosteriorSamples(0, 100, 20),
+            sg.callbacks.StepSizeAnnealing(schedule),
+        ],
+    }
+    models = {
+        name: compiled_mlp(sg.pSGLD(1e-3, train_size=ROWS, prior=1.0, seed=1)) for name in variants
+    }
+
+    def seconds_a_step(name):
+        clock = Clock()
+        models[name].fit(
+            data,
+            steps_per_epoch=arguments.steps,
+            callbacks=[*variants[name], clock],
+            verbose=0,
+        )
+        return clock.seconds / (arguments.steps - 1)
+
+    for name in variants:
+        seconds_a_step(name)
+    times = {name: [] for name in variants}
+    for _ in range(arguments.repeats):
+        for name in variants:
+            times[name].append(seconds_a_step(name))
+
+    print(f"pSGLD, MLP 784-400-400-10, batch {BATCH}, {arguments.repeats} runs of each")
+    print(f"{'callbacks':32} {'ms a step':>10} {'ratio':>7} {'quartiles':>14}")
+    for name, values in times.items():
+        ratios = np.array(values) / np.array(times["none"])
+        low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+        print(f"{name:32} {1e3 * np.median(values):10.2f} {middle:7.3f} {low:6.3f} - {high:5.3f}")
+
+
+class Clock(keras.callbacks.Callback):
+    """Time from the end of the first batch, which may trace, to the end of the epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 0:
+            self._begin = time.perf_counter()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seconds = time.perf_counter() - self._begin
+
+
+if __name__ == "__main__":
+    main()
