@@ -13,52 +13,54 @@ from keras_sgmcmc.data import Minibatches
 from keras_sgmcmc.optimizers.base import Sampler
 
 
-def check_loss(model):
+def check_loss(model, targets=None):
     """Refuse or warn about compiled losses that are not the mean of a negative log-likelihood.
 
     The outputs of a subclassed model have no known shape, so less can be said of them. A loss that
     the model computes by itself, in `compute_loss` or `train_step`, isn't seen.
 
+    Args:
+        model: A compiled model.
+        targets: What the model is fitted to, as a structure of `tf.TensorSpec`. Defaults to None:
+            losses that aren't known are then tried less.
+
     Raises:
         ValueError: If a loss is a sum over rows, or averages a row's own log-likelihood over time
             steps or labels without a loss weight that multiplies it back.
     """
-    for loss, weight, shape in _compiled_losses(model):
-        if loss is None:
-            continue
-        if isinstance(loss, str) and loss.lower() in ("crossentropy", "ce"):
-            # Keras goes by the shapes of the targets, for the last axis alone.
-            loss = "binary_crossentropy" if shape and shape[-1] == 1 else "categorical_crossentropy"
-        loss = keras.losses.get(loss)
-        _check_reduction(loss)
-        _check_scale(loss, 1.0 if weight is None else float(weight), shape)
+    for losses, weight, shape, target in _compiled_losses(model, targets):
+        # Several losses of one output add up.
+        for loss in losses if isinstance(losses, list | tuple) else [losses]:
+            if loss is None or weight == 0:
+                continue
+            if isinstance(loss, str) and loss.lower() in ("crossentropy", "ce"):
+                # Keras goes by the shapes of the targets, for the last axis alone.
+                kind = "binary" if shape and shape[-1] == 1 else "categorical"
+                loss = f"{kind}_crossentropy"
+            loss = keras.losses.get(loss)
+            _check_reduction(loss)
+            _check_scale(loss, 1.0 if weight is None else float(weight), shape, target)
 
 
-def _compiled_losses(model):
-    """Loss, loss weight and shape (None where not known) of every output of `model`."""
+def _compiled_losses(model, targets):
+    """Loss, loss weight, shape and target of every output of `model`, None where not known."""
     # `get_compile_config` would serialize the losses, which not all of them bear.
     compiled = getattr(model, "_compile_config", None)
     config = compiled.config if compiled else {}
-    given, weights = config.get("loss"), config.get("loss_weights")
-    if given is None:
+    losses, weights = config.get("loss"), config.get("loss_weights")
+    if losses is None:
         return []
     outputs = _outputs(model)
-    if outputs is None:
-        losses, weights = tree.flatten(given), tree.flatten(weights)
-        shapes = [None] * len(losses)
-        if len(weights) != len(losses):
-            weights = [None] * len(losses)
-    else:
-        names = getattr(model, "output_names", None)
-        losses = likelihoods.align(given, outputs, names)
-        weights = likelihoods.align(weights, outputs, names)
-        shapes = [tuple(output.shape) for output in tree.flatten(outputs)]
-    return [
-        (part, weight, shape)
-        for loss, weight, shape in zip(losses, weights, shapes, strict=True)
-        # Several losses of one output add up.
-        for part in (loss if isinstance(loss, list | tuple) else [loss])
-    ]
+    names = getattr(model, "output_names", None)
+    try:
+        columns = [likelihoods.align(c, outputs, names) for c in (losses, weights, targets)]
+        columns.insert(2, [tuple(output.shape) for output in tree.flatten(outputs)])
+    except (AttributeError, ValueError):
+        flat = tree.flatten(losses)
+        unknown = [None] * len(flat)
+        columns = [flat, tree.flatten(weights), unknown, tree.flatten(targets)]
+        columns = [c if len(c) == len(flat) else unknown for c in columns]
+    return list(zip(*columns, strict=True))
 
 
 def _outputs(model):
@@ -84,7 +86,7 @@ def _check_reduction(loss):
         )
 
 
-def _check_scale(loss, weight, shape):
+def _check_scale(loss, weight, shape, target):
     """Compare the loss weight with the number of terms that the loss averages in a row."""
     name = _name(loss)
     try:
@@ -116,7 +118,7 @@ def _check_scale(loss, weight, shape):
     elif isinstance(density, likelihoods.Bernoulli):
         inner = shape and shape[1:]
     else:
-        inner = _try_rows(loss, shape)
+        inner = _try_loss(loss, shape, target)
     if inner is None:
         return
     if None in inner or math.prod(inner) not in (1, weight):
@@ -136,26 +138,35 @@ def _check_scale(loss, weight, shape):
         )
 
 
-def _try_rows(loss, shape):
+def _try_loss(loss, shape, target):
     """Try a loss that isn't known on made-up numbers.
 
     Returns:
         Shape of the values of a row, over which Keras takes a mean; None if that can't be told.
     """
+    known = shape is not None and hasattr(target, "shape")
+    output_row = _row_shape((None, 3) if shape is None else shape)
+    outputs = np.linspace(0.1, 0.9, 2 * math.prod(output_row)).reshape([2, *output_row])
+    if known:
+        row = _row_shape(target.shape)
+        # For functions Keras makes up for a last axis of length 1.
+        same = [*row, 1] == output_row or row == [*output_row, 1]
+        candidates = [output_row if same and not isinstance(loss, keras.losses.Loss) else row]
+    else:
+        # Like the outputs, or class labels with or without an axis.
+        candidates = [output_row, [*output_row[:-1], 1], output_row[:-1]]
     function = loss.call if isinstance(loss, keras.losses.Loss) else loss
-    inner = [2 if size is None else size for size in (shape or (None, 3))[1:]]
-    outputs = np.linspace(0.1, 0.9, 2 * math.prod(inner)).reshape([2, *inner])
 
-    def value(targets, batches):
+    def value(row, batches):
+        targets = 0.9 * outputs if row == output_row else np.zeros([2, *row])
         arrays = (np.concatenate([array] * batches) for array in (targets, outputs))
         return function(*(ops.cast(array, keras.config.floatx()) for array in arrays))
 
-    # The targets may be of the outputs' shape, or class labels with or without an axis.
-    for targets in (0.9 * outputs, np.zeros([2, *inner[:-1], 1]), np.zeros([2, *inner[:-1]])):
+    for row in candidates:
         try:
-            once, twice = value(targets, 1), value(targets, 2)
+            once, twice = value(row, 1), value(row, 2)
             break
-        except Exception:
+        except Exception:  # whatever the user's function raises on numbers it isn't meant for
             continue
     else:
         return None
@@ -168,10 +179,14 @@ def _try_rows(loss, shape):
                 "loss of each row, or their mean."
             )
         return None
-    if shape is None:
+    if not known:
         return None
     inner = tuple(once.shape[1:])
     return (None,) if inner and None in shape[1:] else inner
+
+
+def _row_shape(shape):
+    return [2 if size is None else size for size in tuple(shape)[1:]]
 
 
 def fit_guard(model, optimizer):
@@ -185,30 +200,41 @@ def fit_guard(model, optimizer):
 
 
 class FitGuard:
-    """Compares `train_size` with the rows that the first epoch of one `fit` feeds.
+    """The checks of one `fit`: of the compiled loss, and of the rows that its first epoch feeds.
 
-    Keras' own loss tracker counts rows. The iterator over the data is looked at once, when it
-    passes at the first batch: a wrapper around `model.train_function` steps aside then.
+    The iterator over the data is looked at once, when it passes at the first batch: a wrapper
+    around `model.train_function` steps aside then. Rows are counted by Keras' own loss tracker.
     """
 
     def __init__(self, model, optimizer):
         self._model, self._optimizer = model, optimizer
         # Unique to the fit, whichever of its callbacks asks.
         self.history = getattr(model, "history", None)
-        self._source = self._length = self._first = self._rows = None
+        self._loss_checked = False
+        self._targets = self._source = self._length = self._first = self._rows = None
         inner = model.train_function
         if inner is None:  # a loop of the user's own
             return
 
         def train_function(iterator):
             model.train_function = inner
-            self._look_at(getattr(iterator, "_dataset", None))
+            self._look_at(iterator)
+            if model.built:
+                self._check_loss()
             return inner(iterator)
 
         train_function.guard = self
         model.train_function = train_function
 
-    def _look_at(self, dataset):
+    def _check_loss(self):
+        self._loss_checked = True
+        check_loss(self._model, self._targets)
+
+    def _look_at(self, iterator):
+        spec = getattr(iterator, "element_spec", None)
+        if isinstance(spec, tuple):
+            _, self._targets, _ = keras.utils.unpack_x_y_sample_weight(spec)
+        dataset = getattr(iterator, "_dataset", None)
         if dataset is None:
             return
         self._length = int(dataset.cardinality())
@@ -218,11 +244,13 @@ class FitGuard:
             if isinstance(dataset, Minibatches):
                 self._source = dataset.train_size
                 return
-            upstream.extend(dataset._inputs())
+            upstream.extend(getattr(dataset, "_inputs", list)())
 
     def batch_ended(self, batch, steps):
         """Count the rows of the first block of batches, and of the epoch when it ends."""
         if self._first is None:
+            if not self._loss_checked:
+                self._check_loss()
             block = self._model.steps_per_execution
             self._first = self._rows_so_far() / min(block, steps or block)
         if steps is not None and batch + 1 >= steps:

@@ -48,10 +48,14 @@ class Subclassed(keras.Model):
         return inputs
 
 
-def messages(model):
+def spec(*row):
+    return tf.TensorSpec((None, *row))
+
+
+def messages(model, targets=None):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        guards.check_loss(model)
+        guards.check_loss(model, targets)
     return [str(warning.message) for warning in caught]
 
 
@@ -71,6 +75,10 @@ def labels_function(y_true, y_pred):
     return keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
 
 
+def gather_function(y_true, y_pred):
+    return ops.take_along_axis(-ops.log_softmax(y_pred), ops.cast(y_true, "int32"), axis=-1)
+
+
 class SumLoss(keras.losses.Loss):
     def call(self, y_true, y_pred):
         return ops.sum(ops.square(y_true - y_pred))
@@ -85,41 +93,41 @@ class RowLoss(keras.losses.Loss):
 
 
 @pytest.mark.parametrize(
-    ("loss", "outputs"),
+    ("loss", "outputs", "targets"),
     [
-        ("sparse_categorical_crossentropy", (5,)),
-        ("categorical_crossentropy", (5,)),
-        ("crossentropy", (5,)),
-        ("binary_crossentropy", (1,)),
-        (keras.losses.SparseCategoricalCrossentropy(from_logits=True), (5,)),
-        (keras.losses.CategoricalCrossentropy(label_smoothing=0.1), (5,)),
-        (keras.losses.BinaryCrossentropy(from_logits=True, reduction="mean"), (1,)),
-        (keras.losses.sparse_categorical_crossentropy, (5,)),
-        (sg.GaussianNegativeLogLikelihood(0.3), (4,)),
-        (sg.GaussianNegativeLogLikelihood(0.3), (7, 4)),
-        (sg.NegativeLogLikelihood(lambda y_pred: 1 / 0), (2,)),
-        ("poisson", (1,)),
-        (mean_function, (4,)),
-        (row_function, (4,)),
-        (labels_function, (4,)),
-        (RowLoss(), (4,)),
-        (lambda y_true, y_pred: {}["of no use on made-up numbers"], (4,)),
-        (None, (4,)),
+        ("sparse_categorical_crossentropy", (5,), ()),
+        ("categorical_crossentropy", (5,), (5,)),
+        ("crossentropy", (5,), (1,)),
+        ("binary_crossentropy", (1,), ()),
+        (keras.losses.SparseCategoricalCrossentropy(from_logits=True), (5,), (1,)),
+        (keras.losses.CategoricalCrossentropy(label_smoothing=0.1), (5,), (5,)),
+        (keras.losses.BinaryCrossentropy(from_logits=True, reduction="mean"), (1,), (1,)),
+        (keras.losses.sparse_categorical_crossentropy, (5,), ()),
+        (sg.GaussianNegativeLogLikelihood(0.3), (4,), (4,)),
+        (sg.GaussianNegativeLogLikelihood(0.3), (7, 4), (7, 4)),
+        (sg.NegativeLogLikelihood(lambda y_pred: 1 / 0), (2,), (1,)),
+        ("poisson", (1,), (1,)),
+        (mean_function, (4,), (4,)),
+        (row_function, (4,), (4,)),
+        (labels_function, (4,), ()),
+        (labels_function, (4,), (1,)),
+        (gather_function, (4,), (1,)),
+        (lambda y_true, y_pred: ops.square(y_true - y_pred), (1,), ()),
+        (lambda y_true, y_pred: ops.square(y_true - y_pred), (1,), (1,)),
+        (RowLoss(), (4,), (4,)),
+        (lambda y_true, y_pred: {}["of no use on made-up numbers"], (4,), (4,)),
+        (None, (4,), (4,)),
     ],
 )
-def test_accepted(loss, outputs):
-    assert messages(compiled(loss, outputs)) == []
+def test_accepted(loss, outputs, targets):
+    model = compiled(loss, outputs)
+    assert messages(model, spec(*targets)) == messages(model) == []
 
 
 @pytest.mark.parametrize("kind", ["sequential", "subclassed"])
 def test_accepted_in_other_models(kind):
-    for loss, outputs in [
-        ("ce", (5,)),
-        (row_function, (4,)),
-        (labels_function, (4,)),
-        (None, (4,)),
-    ]:
-        assert messages(compiled(loss, outputs, kind=kind)) == []
+    for loss, targets in [("ce", ()), (row_function, (4,)), (gather_function, (1,)), (None, (4,))]:
+        assert messages(compiled(loss, (4,), kind=kind), spec(*targets)) == []
 
 
 # Sums over rows.
@@ -127,9 +135,10 @@ def test_accepted_in_other_models(kind):
 
 @pytest.mark.parametrize("loss", [sum_function, SumLoss()], ids=["function", "object"])
 @pytest.mark.parametrize("kind", ["functional", "subclassed"])
-def test_a_sum_over_rows_is_refused(loss, kind):
+@pytest.mark.parametrize("targets", [None, spec(4)])
+def test_a_sum_over_rows_is_refused(loss, kind, targets):
     with pytest.raises(ValueError, match="returns a sum over the rows of the batch"):
-        guards.check_loss(compiled(loss, (4,), kind=kind))
+        guards.check_loss(compiled(loss, (4,), kind=kind), targets)
 
 
 @pytest.mark.parametrize("reduction", ["sum", None, "none", "mean_with_sample_weight"])
@@ -146,25 +155,29 @@ def test_other_reductions_are_refused(reduction, make):
 
 
 @pytest.mark.parametrize(
-    ("loss", "outputs", "terms"),
+    ("loss", "outputs", "targets", "terms"),
     [
-        ("sparse_categorical_crossentropy", (7, 5), 7),
-        (keras.losses.CategoricalCrossentropy(from_logits=True), (7, 5), 7),
-        (keras.losses.CategoricalCrossentropy(label_smoothing=0.1), (7, 5), 7),
-        (keras.losses.SparseCategoricalCrossentropy(ignore_class=0), (2, 3, 5), 6),
-        ("binary_crossentropy", (4,), 4),
-        (keras.losses.BinaryCrossentropy(), (3, 2), 6),
-        (row_function, (7, 5), 7),
-        (labels_function, (7, 5), 7),
-        (RowLoss(), (7, 5), 7),
+        ("sparse_categorical_crossentropy", (7, 5), (7,), 7),
+        (keras.losses.CategoricalCrossentropy(from_logits=True), (7, 5), (7, 5), 7),
+        (keras.losses.CategoricalCrossentropy(label_smoothing=0.1), (7, 5), (7, 5), 7),
+        (keras.losses.SparseCategoricalCrossentropy(ignore_class=0), (2, 3, 5), (2, 3), 6),
+        ("binary_crossentropy", (4,), (4,), 4),
+        (keras.losses.BinaryCrossentropy(), (3, 2), (3, 2), 6),
+        (row_function, (7, 5), (7, 5), 7),
+        (labels_function, (7, 5), (7,), 7),
+        (gather_function, (7, 5), (7, 1), 7),
+        (RowLoss(), (7, 5), (7, 5), 7),
     ],
 )
-def test_an_average_over_time_or_labels_is_refused_or_multiplied_back(loss, outputs, terms):
+def test_an_average_over_time_or_labels_is_refused_or_multiplied_back(
+    loss, outputs, targets, terms
+):
+    targets = spec(*targets)
     with pytest.raises(ValueError, match=rf"multiply back with `loss_weights=\[{terms}\]`"):
-        guards.check_loss(compiled(loss, outputs))
+        guards.check_loss(compiled(loss, outputs), targets)
     with pytest.raises(ValueError, match=r"tempers.*loss weight 2$"):
-        guards.check_loss(compiled(loss, outputs, loss_weights=[2.0]))
-    assert messages(compiled(loss, outputs, loss_weights=[float(terms)])) == []
+        guards.check_loss(compiled(loss, outputs, loss_weights=[2.0]), targets)
+    assert messages(compiled(loss, outputs, loss_weights=[float(terms)]), targets) == []
 
 
 def test_the_advice_is_taken():
@@ -173,10 +186,14 @@ def test_the_advice_is_taken():
     model.fit(X, targets, batch_size=10, callbacks=[sg.callbacks.ChainMonitor()], verbose=0)
 
 
-@pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", row_function])
-def test_an_average_over_a_varying_number_of_steps_is_refused(loss):
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [("sparse_categorical_crossentropy", (None,)), (row_function, (None, 5))],
+)
+def test_an_average_over_a_varying_number_of_steps_is_refused(loss, targets):
+    model = compiled(loss, (None, 5), loss_weights=[7.0])
     with pytest.raises(ValueError, match=r"over \(None,\) time steps.*NegativeLogLikelihood"):
-        guards.check_loss(compiled(loss, (None, 5), loss_weights=[7.0]))
+        guards.check_loss(model, spec(*targets))
 
 
 def test_a_loss_weight_is_a_power_of_the_likelihood():
@@ -198,6 +215,21 @@ def test_a_loss_weight_is_a_power_of_the_likelihood():
 def test_squared_and_absolute_errors_say_which_noise_they_mean(loss, outputs, weight, meaning):
     (message,) = messages(compiled(loss, outputs, weight, "sequential"))
     assert meaning in message
+
+
+def test_an_output_that_is_turned_off_is_not_checked():
+    assert messages(compiled("mse", (4,), loss_weights=[0.0])) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [({"nobody": "mse"}, None), (["mse", "mse", "mse"], None), (["mse", "mse"], [spec(1)] * 3)],
+)
+def test_what_does_not_match_is_left_to_keras(loss, targets):
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)])
+    model.compile(optimizer="sgd", loss=loss)
+    assert all("Gaussian noise" in message for message in messages(model, targets))
 
 
 def test_squared_error_of_a_subclassed_model():
@@ -227,7 +259,9 @@ def test_several_outputs(loss, weights, structure):
         pytest.skip("Keras wants a dict of losses for a dict of outputs")
     model = keras.Model(inputs, [a, b] if structure is list else {"a": a, "b": b})
     model.compile(optimizer="sgd", loss=loss, loss_weights=weights)
-    (message,) = messages(model)
+    targets = [spec(), spec(2)] if structure is list else {"b": spec(2), "a": spec()}
+    (message,) = messages(model, targets)
+    assert messages(model) == [message]
     assert "`mean_squared_error`" in message
     assert "variance 1." in message
 
@@ -238,7 +272,7 @@ def test_a_fault_of_one_output_is_found():
     model = keras.Model(inputs, outputs)
     model.compile(optimizer="sgd", loss={"a": row_function, "b": sum_function})
     with pytest.raises(ValueError, match="`sum_function` returns a sum"):
-        guards.check_loss(model)
+        guards.check_loss(model, [spec(5), spec(5)])
 
 
 class OwnLoss(keras.Model):
@@ -285,12 +319,25 @@ def gaussian():
     return compiled(sg.GaussianNegativeLogLikelihood())
 
 
-def test_a_refused_loss_is_refused_before_the_first_update():
-    for model in (compiled(sum_function), compiled("mse", (2,))):
-        model.compile(optimizer=model.optimizer, loss=sum_function)
-        with pytest.raises(ValueError, match="sum over the rows"):
-            model.fit(X, Y, callbacks=[sg.callbacks.PosteriorSamples(0)], verbose=0)
-        assert int(model.optimizer.iterations) == 0
+@pytest.mark.parametrize("kind", ["functional", "sequential"])
+def test_a_refused_loss_is_refused_before_the_first_update(kind):
+    model = compiled(row_function, (7, 5), kind=kind)
+    with pytest.raises(ValueError, match="tempers the likelihood"):
+        model.fit(
+            X, np.zeros((ROWS, 7, 5)), callbacks=[sg.callbacks.PosteriorSamples(0)], verbose=0
+        )
+    assert int(model.optimizer.iterations) == 0
+
+
+def test_the_loss_of_a_model_that_its_first_batch_builds_is_checked_after_it():
+    model = keras.Sequential([keras.layers.Dense(35), keras.layers.Reshape((7, 5))])
+    model.compile(
+        optimizer=sg.SGLD(1e-3, train_size=ROWS, jit_compile=False),
+        loss="sparse_categorical_crossentropy",
+    )
+    with pytest.raises(ValueError, match="tempers the likelihood"):
+        model.fit(X, np.zeros((ROWS, 7)), callbacks=[sg.callbacks.ChainMonitor()], verbose=0)
+    assert int(model.optimizer.iterations) == 1
 
 
 def test_each_warning_comes_once_a_fit_however_many_callbacks_watch():

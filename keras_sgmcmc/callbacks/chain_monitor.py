@@ -73,8 +73,6 @@ class ChainMonitor(StepCallback):
         self._guard = guards.fit_guard(self.model, self.optimizer)
 
     def begin(self):
-        if self._guard is not None:
-            guards.check_loss(self.model)
         variables = [v for v in self.model.trainable_variables if math.prod(v.shape) > 0]
         if not variables:
             raise ValueError(

@@ -170,7 +170,7 @@ class PosteriorSamples(ChainMonitor):
         self._draws.append(draw)
         self._steps.append(self.step)
         rate = self.optimizer.learning_rate if self.step_weights else 1.0
-        self._sizes.append(float(ops.convert_to_tensor(rate)))
+        self._sizes.append(float(ops.convert_to_numpy(rate)))
         self._posterior = None
 
     def _keep(self, wanted):
