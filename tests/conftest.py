@@ -7,7 +7,18 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import keras
 import pytest
 
+from keras_sgmcmc import compilation
+
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
     keras.utils.set_random_seed(1)
+
+
+@pytest.fixture
+def without_xla(monkeypatch):
+    """For tests of something else than the arithmetic of the update: compiling it takes a second.
+
+    The update stays a function of its own, that is traced and kept in the same way.
+    """
+    monkeypatch.setattr(compilation, "compiled", compilation.traced)

@@ -12,6 +12,8 @@ from keras import ops
 import keras_sgmcmc as sg
 from keras_sgmcmc import guards
 
+pytestmark = pytest.mark.usefixtures("without_xla")
+
 ROWS = 40
 X = np.zeros((ROWS, 3), "float32")
 Y = np.zeros((ROWS, 1), "float32")

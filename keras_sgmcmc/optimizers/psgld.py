@@ -96,8 +96,11 @@ class pSGLD(Sampler):
     def preconditioner(self, index, gradient, learning_rate):
         moment = self._second_moments[index]
         adapted = self.rho * moment + (1 - self.rho) * ops.square(gradient)
+        # One bad batch must not spoil the preconditioner for ever.
+        adapting = ops.isfinite(adapted)
         if self.adaptation_steps is not None:
-            adapted = ops.where(self.iterations < self.adaptation_steps, adapted, moment)
+            adapting = ops.logical_and(adapting, self.iterations < self.adaptation_steps)
+        adapted = ops.where(adapting, adapted, moment)
         self.assign(moment, adapted)
         return learning_rate, self.epsilon + ops.sqrt(adapted)
 

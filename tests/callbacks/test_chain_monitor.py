@@ -45,7 +45,10 @@ class Poison(keras.callbacks.Callback):
 
 
 # A repeated epoch feeds 100 times the rows.
-pytestmark = pytest.mark.filterwarnings("ignore:An epoch feeds")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:An epoch feeds"),
+    pytest.mark.usefixtures("without_xla"),
+]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ import tensorflow as tf
 import keras_sgmcmc as sg
 from keras_sgmcmc.callbacks import posterior_samples
 
+pytestmark = pytest.mark.usefixtures("without_xla")
+
 X = np.ones((20, 1), "float32")
 
 

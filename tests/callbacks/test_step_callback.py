@@ -6,6 +6,8 @@ import tensorflow as tf
 import keras_sgmcmc as sg
 from keras_sgmcmc.callbacks.step_callback import StepCallback
 
+pytestmark = pytest.mark.usefixtures("without_xla")
+
 X = np.ones((20, 1), "float32")
 
 

@@ -4,6 +4,8 @@ import pytest
 
 import keras_sgmcmc as sg
 
+pytestmark = pytest.mark.usefixtures("without_xla")
+
 X = np.ones((20, 1), "float32")
 
 

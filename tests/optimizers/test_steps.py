@@ -58,6 +58,16 @@ def test_psgld_step_by_hand(jit):
         np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("adaptation_steps", [None, 10])
+def test_a_gradient_that_is_not_finite_leaves_the_preconditioner_alone(adaptation_steps):
+    variable = keras.Variable(np.zeros(3, "float32"))
+    optimizer = sg.pSGLD(1e-3, train_size=100, adaptation_steps=adaptation_steps)
+    optimizer.apply([tf.constant([1.0, 2.0, 3.0])], [variable])
+    before = optimizer._second_moments[0].numpy()
+    optimizer.apply([tf.constant([np.nan, np.inf, 1e30])], [variable])
+    np.testing.assert_array_equal(optimizer._second_moments[0].numpy(), before)
+
+
 def test_noise_scales_as_the_root_of_step_temperature_and_size():
     """Log-log slopes over four decades, of the injected part and of the drift."""
 
