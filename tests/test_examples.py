@@ -1,0 +1,40 @@
+"""The examples run, shortened, and save a figure."""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
+
+pytestmark = pytest.mark.usefixtures("without_xla")
+
+
+def shortened(name, monkeypatch, tmp_path, **constants):
+    """Run an example with other constants; returns the path of its figure."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for constant, value in constants.items():
+        assert hasattr(module, constant), f"{name}.py has no {constant}"
+        monkeypatch.setattr(module, constant, value)
+    figure = tmp_path / f"{name}.png"
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--figure", str(figure)])
+    module.main()
+    return figure
+
+
+def test_quickstart(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("KERAS_SGMCMC_DATA", raising=False)
+    figure = shortened("quickstart", monkeypatch, tmp_path, STEPS=400, BURN_IN=200, THINNING=20)
+    assert figure.stat().st_size > 10_000
+    table = [line for line in capsys.readouterr().out.splitlines() if "%" in line]
+    assert len(table) == 3
+    assert all(float(line.split("%")[0].split()[-1]) > 80 for line in table)
+
+
+def test_regression(monkeypatch, tmp_path, capsys):
+    figure = shortened("regression", monkeypatch, tmp_path, STEPS=2000, BURN_IN=1000)
+    assert figure.stat().st_size > 10_000
+    assert "95 % band" in capsys.readouterr().out
