@@ -1,6 +1,5 @@
 """The step that every sampler shares."""
 
-import json
 import math
 import numbers
 import warnings
@@ -10,10 +9,10 @@ import numpy as np
 from keras import ops
 
 from keras_sgmcmc import compilation, random
+from keras_sgmcmc.optimizers import state
 from keras_sgmcmc.priors import GaussianPrior, Prior
 from keras_sgmcmc.validation import positive_integer, real_number
 
-_MARKER = "keras_sgmcmc"
 _REFUSED = {
     "weight_decay": "it is neither preconditioned nor scaled by `train_size`, so it is no prior. "
     "Use `prior=`, a precision in posterior units.",
@@ -324,12 +323,14 @@ class Sampler(keras.optimizers.Optimizer):
             return self._learning_rate(self.iterations)
         return super()._get_current_learning_rate()
 
-    # Saving. By name, since Keras' way, by position, swaps scalars silently when a version declares
-    # them in another order.
+    # Saving.
 
     def _named_state(self):
-        named = {"iterations": self._iterations, "temperature": self._temperature}
-        named["seed"] = self._seed
+        named = {
+            "iterations": self._iterations,
+            "temperature": self._temperature,
+            "seed": self._seed,
+        }
         if isinstance(self._learning_rate, keras.Variable):
             named["learning_rate"] = self._learning_rate
         for position, variable in enumerate(self._prior_precision.values()):
@@ -346,20 +347,16 @@ class Sampler(keras.optimizers.Optimizer):
             )
         return named
 
-    def _marker(self):
+    def _layout(self):
         return {
             "class": type(self).__name__,
-            "built": bool(self.built),
             "prior_groups": self._group_of_variable,
             "state": sorted(self._named_state()),
         }
 
     def save_own_variables(self, store):
-        """Write the state by name, with a marker of class and layout."""
-        marker = json.dumps(self._marker()).encode()
-        store[_MARKER] = np.frombuffer(marker, dtype="uint8").copy()
-        for name, variable in self._named_state().items():
-            store[name] = variable.numpy()
+        """Write the state by name, beside the class and the layout."""
+        state.save(store, self._layout(), self._named_state(), built=self.built)
 
     def load_own_variables(self, store):
         """Read the state by name.
@@ -367,38 +364,11 @@ class Sampler(keras.optimizers.Optimizer):
         Raises:
             ValueError: If the state is that of a sampler of another class or layout.
         """
-        if _MARKER not in store:
-            warnings.warn(
-                "The saved optimizer state is not a sampler's (weights trained with another "
-                f"optimizer?): the weights were loaded, and {type(self).__name__} starts afresh.",
-                stacklevel=2,
-            )
-            return
-        marker = json.loads(bytes(np.asarray(store[_MARKER], dtype="uint8")).decode())
-        if not marker["built"]:
-            return
-        own = self._marker()
-        differences = [
-            f"{key}: saved {marker[key]!r}, here {own[key]!r}"
-            for key in ("class", "prior_groups", "state")
-            if marker[key] != own[key]
-        ]
         named = self._named_state()
-        differences += [
-            f"shape of {name}: saved {tuple(store[name].shape)}, here {tuple(variable.shape)}"
-            for name, variable in named.items()
-            if name in marker["state"] and tuple(store[name].shape) != tuple(variable.shape)
-        ]
-        if differences:
-            raise ValueError(
-                f"The saved state does not fit this {type(self).__name__}. Make the optimizer with "
-                "the class and options it was saved with, or load the weights alone. "
-                + "; ".join(differences)
-            )
-        for name, variable in named.items():
+        if not self._seed_is_free:
             # A seed that was chosen stays: two chains from one checkpoint must differ.
-            if name != "seed" or self._seed_is_free:
-                variable.assign(store[name])
+            del named["seed"]
+        state.load(store, self._layout(), named)
 
     def get_config(self):
         config = super().get_config()
