@@ -87,12 +87,17 @@ def train_adam(train, validation=None):
     return model
 
 
-def load_data(directory=None, seed=0):
-    """Training, validation and test rows, drawn at random: `seed` decides which are which."""
+def mnist_file(directory):
+    """The file with MNIST, None if there is none."""
     path = pathlib.Path(directory or "") / "mnist" / "mnist.npz"
-    if directory and path.exists():
-        with np.load(path) as file:
-            x, y = file["x_train"] / 255.0, file["y_train"]
+    return path if directory and path.exists() else None
+
+
+def load_data(file=None, seed=0):
+    """Training, validation and test rows, drawn at random: `seed` decides which are which."""
+    if file is not None:
+        with np.load(file) as arrays:
+            x, y = arrays["x_train"] / 255.0, arrays["y_train"]
         sizes = (5000, 1000, 5000)
     else:
         digits = load_digits()
@@ -186,17 +191,24 @@ def plot_reliability(figure, predictions, test, shares=(0.04, 0.1, 0.2)):
     axes.legend(loc="lower right", fontsize=9)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--figure", default="quickstart.png", help="where to save the figure")
+def argument_parser(description):
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--data",
         default=os.environ.get("KERAS_SGMCMC_DATA"),
         help="folder that holds mnist/mnist.npz; without it scikit-learn's digits are used",
     )
-    arguments = parser.parse_args()
-    train, validation, test = load_data(arguments.data)
+    return parser
 
+
+def main():
+    parser = argument_parser(__doc__.splitlines()[0])
+    parser.add_argument("--figure", default="quickstart.png", help="where to save the figure")
+    arguments = parser.parse_args()
+
+    file = mnist_file(arguments.data)
+    train, validation, test = load_data(file)
+    print(f"{file or 'digits of scikit-learn'}: {len(train.x):,} training images")
     keras.utils.set_random_seed(0)
     posterior = sample_posterior(train, verbose=2)
     adam = train_adam(train)
@@ -207,7 +219,7 @@ def main():
         "Adam, early stopping": stopped.predict(test.x, verbose=0),
     }
 
-    print(f"\n{len(test.y)} test images{'accuracy':>23}{'NLL':>9}{'ECE':>9}")
+    print(f"\n{f'{len(test.y):,} test images':<30}{'accuracy':>10}{'NLL':>9}{'ECE':>9}")
     for name, probabilities in predictions.items():
         accuracy, nll, ece = score(probabilities, test.y)
         print(f"{name:<30}{accuracy:>10.1%}{nll:>9.3f}{ece:>9.3f}")

@@ -8,8 +8,6 @@ precision of the posterior, by negative log-likelihood on a grid, and stop the e
 nothing is refitted on them. The temperature is 1.
 """
 
-import argparse
-import os
 import pathlib
 import statistics
 import sys
@@ -39,9 +37,9 @@ def best_posterior(train, validation, seed):
     return precision, posterior
 
 
-def compare(seed, directory):
+def compare(file, seed):
     """Scores of the methods on the test rows of split `seed`."""
-    train, validation, test = quickstart.load_data(directory, seed)
+    train, validation, test = quickstart.load_data(file, seed)
     precision, posterior = best_posterior(train, validation, seed)
     predictions = {POSTERIOR: posterior.predict(test.x, batch_size=500, verbose=0)}
     for name, stop_on in ((ADAM, None), (STOPPED, validation)):
@@ -55,17 +53,14 @@ def compare(seed, directory):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = quickstart.argument_parser(__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5, help="number of splits")
-    parser.add_argument(
-        "--data",
-        default=os.environ.get("KERAS_SGMCMC_DATA"),
-        help="folder that holds mnist/mnist.npz; without it scikit-learn's digits are used",
-    )
     arguments = parser.parse_args()
 
+    file = quickstart.mnist_file(arguments.data)
+    print(f"data: {file or 'digits of scikit-learn'}")
     print(f"seed  {'method':<22}{'accuracy':>9}{'NLL':>9}{'ECE':>9}")
-    results = [compare(seed, arguments.data) for seed in range(arguments.seeds)]
+    results = [compare(file, seed) for seed in range(arguments.seeds)]
     print("\nmean over the seeds")
     for name in (POSTERIOR, ADAM, STOPPED):
         columns = zip(*(scores[name] for scores in results), strict=True)
