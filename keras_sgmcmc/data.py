@@ -40,6 +40,10 @@ def minibatches(
     takes a batch more at the start of every `fit` to build the model, so that a few batches are
     skipped; none is ever repeated.
 
+    With a callback of this package, `fit` goes by the optimizer: a chain that has done t steps,
+    restored or continued, begins with batch t (times `gradient_accumulation_steps`). Say where to
+    begin with `start_step`, or by assigning to `position`, and it goes on from there instead.
+
     **Reproducible.** Batch t is a function of the data, `batch_size`, `seed` and t alone: row
     numbers are Philox4x32-10 (Salmon et al. 2011) with key `seed` and a counter proportional to t,
     modulo N. `steps`, `start_step` and the way of consumption change nothing.
@@ -121,6 +125,7 @@ class Minibatches(tf.data.Dataset):
         steps: Batches in an epoch.
         position: Index of the next batch, the first one that no iterator has consumed. May be
             set; iterators that have begun are not moved.
+        positioned: Whether `start_step` or an assignment to `position` said where to begin.
     """
 
     def __init__(self, tensors, *, train_size, batch_size, seed, steps, position):
@@ -128,6 +133,7 @@ class Minibatches(tf.data.Dataset):
         self.seed, self.steps = seed, steps
         self._tensors = tensors
         self._position = _plain_variable(position)
+        self.positioned = position > 0
         with tf.device("CPU:0"):
             self._batches = self._uncounted()
             super().__init__(self._counted(self._batches))
@@ -164,7 +170,12 @@ class Minibatches(tf.data.Dataset):
 
     @position.setter
     def position(self, value):
-        self._position.assign(positive_integer("position", value, minimum=0))
+        self.move(positive_integer("position", value, minimum=0))
+        self.positioned = True
+
+    def move(self, position):
+        """Move to a position that nobody chose: not `positioned` by it."""
+        self._position.assign(position)
 
     @property
     def element_spec(self):

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_sgmcmc import compilation, guards
+from keras_sgmcmc import compilation, fit_run
 from keras_sgmcmc.callbacks.step_callback import StepCallback
 from keras_sgmcmc.validation import positive_integer
 
@@ -49,8 +49,9 @@ class ChainMonitor(StepCallback):
     checkpoint: this way it keeps the last one before the error.
 
     The monitor also checks what is compiled and fed against the arguments of the sampler: that
-    losses are means over rows of negative log-likelihoods, and, after an epoch, that `train_size`
-    is the number of rows and that batches are even. It warns, or refuses before the first update.
+    losses are means over rows of negative log-likelihoods, that `minibatches` are of `train_size`
+    rows (and of `batch_size`, for a sampler that has one), or, of other data and after an epoch,
+    that it has `train_size` rows and even batches. It warns, or refuses before the first update.
 
     `PosteriorSamples` is a monitor too.
 
@@ -60,7 +61,9 @@ class ChainMonitor(StepCallback):
     Raises:
         DivergenceError: In training; it names the step and the variable.
         ValueError: At the first batch, if the compiled loss is not the mean over rows of a negative
-            log-likelihood; if the optimizer is a `MultiOptimizer`.
+            log-likelihood; if the optimizer is a `MultiOptimizer`; if the model is compiled with
+            `jit_compile=True` or `steps_per_execution` above 1 for several replicas, which Keras
+            can't run.
     """
 
     def __init__(self, every=10):
@@ -70,7 +73,12 @@ class ChainMonitor(StepCallback):
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
-        self._guard = guards.fit_guard(self.model, self.optimizer)
+        self._run = fit_run.join(self)
+        self._guard = self._run.guard()
+
+    def on_train_end(self, logs=None):
+        self._run.close()
+        self._run = None
 
     def begin(self):
         variables = [v for v in self.model.trainable_variables if math.prod(v.shape) > 0]

@@ -60,6 +60,9 @@ class Sampler(keras.optimizers.Optimizer):
             at build, if `train_size` is needed and missing or a variable is of half precision.
     """
 
+    # Whether the noise of the batches is part of the method, so that they must be independent.
+    uses_batch_noise = False
+
     def __init__(
         self,
         learning_rate,

@@ -1,0 +1,264 @@
+"""One `fit` as the callbacks see it: its data, its checks, and the step that they are traced into.
+
+Keras makes `model.train_function`, calls `on_train_begin`, and reads the attribute at every batch.
+So a wrapper that is put there when training begins meets the data, which no callback does, and may
+run another step than the plain one.
+"""
+
+import contextlib
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+from keras import tree
+
+from keras_sgmcmc import guards
+from keras_sgmcmc.data import Minibatches
+from keras_sgmcmc.optimizers.base import Sampler
+
+# Compositions that a callback keeps, so that changing between a few sets of callbacks is free.
+_KEPT = 4
+
+
+def join(callback, in_graph=False):
+    """The `FitRun` of the fit that begins: for a callback's `on_train_begin`.
+
+    Args:
+        callback: A callback with a `model` and an `optimizer`.
+        in_graph: Whether the callback is an `InGraphCallback`, to be traced into the step.
+
+    Raises:
+        ValueError: If the model is compiled for several replicas in a way that Keras can't run.
+    """
+    model, optimizer = callback.model, callback.optimizer
+    _check_replicas(model)
+    run = model.train_function
+    if not (isinstance(run, FitRun) and run.admits(callback)):
+        run = FitRun(model, optimizer, run.plain if isinstance(run, FitRun) else run)
+        # There is none in a loop of the user's own.
+        if run.plain is not None:
+            model.train_function = run
+    run.members.append(callback)
+    if in_graph:
+        run.in_graph.append(callback)
+    return run
+
+
+def _check_replicas(model):
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    if replicas == 1:
+        return
+    given = {"steps_per_execution": model.steps_per_execution, "jit_compile": model.jit_compile}
+    for name, plain in (("steps_per_execution", 1), ("jit_compile", False)):
+        if given[name] != plain:
+            raise ValueError(
+                f"Keras can't run `{name}={given[name]}` on {replicas} replicas, and the callbacks "
+                f"of keras_sgmcmc don't try. Compile the model with `{name}={plain}`. "
+                f"Received: {name}={given[name]}"
+            )
+
+
+class FitRun:
+    """The wrapper around `model.train_function` that the callbacks of one `fit` share.
+
+    At the first batch, before an element is taken, it looks at the iterator, checks what is fed
+    against the optimizer, and moves `minibatches` to the batch that the optimizer's count asks for.
+    Then it steps aside, unless there are in-graph callbacks. `train_on_batch`, whose iterator is a
+    Python generator, always gets the plain step, also in the middle of a fit.
+
+    Attributes:
+        plain: The function that Keras made of the model's own step; None if there is none yet.
+        members: The callbacks that joined.
+        in_graph: Those that are traced into the step; the first is the innermost.
+        source: From the first batch on, the `Minibatches` that the data come from, or None.
+        history: `model.history`, which is new in every `fit`.
+    """
+
+    def __init__(self, model, optimizer, plain):
+        self.model, self.optimizer, self.plain = model, optimizer, plain
+        self.members, self.in_graph = [], []
+        self.source = None
+        self.history = getattr(model, "history", None)
+        self._guard = self._composition = None
+        self._begun = self._closed = False
+
+    def admits(self, callback):
+        """Whether `callback` can join: it belongs to the same fit, and isn't in it yet.
+
+        A `CallbackList` of the user's own may bring the history of an interrupted fit again.
+        """
+        return self._is_current() and all(member is not callback for member in self.members)
+
+    def _is_current(self):
+        return not self._closed and self.history is getattr(self.model, "history", None)
+
+    def guard(self):
+        """A `FitGuard` for the first callback that asks; None for others, or if none is needed."""
+        if self._guard is not None or not isinstance(self.optimizer, Sampler):
+            return None
+        self._guard = guards.FitGuard(self.model, self.optimizer)
+        return self._guard
+
+    def close(self):
+        """Leave nothing on the model: for `on_train_end`."""
+        self._closed = True
+        self._step_aside()
+
+    def _step_aside(self):
+        if self.model.train_function is self:
+            self.model.train_function = self.plain
+
+    def __call__(self, iterator):
+        if not isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
+            return self.plain(iterator)
+        if not self._is_current():
+            self._step_aside()
+            return self.plain(iterator)
+        if not self._begun:
+            self._begin(iterator)
+            self._begun = True
+        if not self.in_graph:
+            self._step_aside()
+            return self.plain(iterator)
+        return self._composed()(iterator)
+
+    # The data.
+
+    def _begin(self, iterator):
+        if self.in_graph:
+            with self.model.distribute_strategy.scope(), tf.init_scope():
+                _build(self.model, iterator)
+                for callback in self.in_graph:
+                    callback.prepare()
+        self.source = _source(iterator)
+        as_it_is = self.source is getattr(iterator, "minibatches", None)
+        if isinstance(self.optimizer, Sampler):
+            guards.check_data(self.optimizer, self.source, _batch_size(iterator, self.source))
+        if self._guard is not None:
+            self._guard.first_batch(iterator, self.source)
+        if self.source is not None and (as_it_is or _is_distributed(iterator)):
+            self._position()
+
+    def _position(self):
+        """Let step t see batch t, also if a chain was restored, broken off, or evaluated on."""
+        if self.optimizer is None or self.source.positioned:
+            return
+        # Batches, of which gradient accumulation makes several an update.
+        batches = int(self.optimizer._iterations.numpy())
+        if batches > 0:
+            self.source.move(batches)
+
+    # The composed step.
+
+    def _composed(self):
+        callbacks = tuple(self.in_graph)
+        if self._composition is None or not self._composition.serves(self.plain, callbacks):
+            self._composition = self._known(callbacks) or self._compose(callbacks)
+        return self._composition.function
+
+    def _known(self, callbacks):
+        kept = callbacks[0].compositions
+        return next((known for known in kept if known.serves(self.plain, callbacks)), None)
+
+    def _compose(self, callbacks):
+        # Read first: `retrace` may be called while `wrap` runs.
+        versions = tuple(callback.version for callback in callbacks)
+        step = self.model.train_step
+        for callback in callbacks:
+            step = callback.wrap(step)
+            if not callable(step):
+                raise TypeError(
+                    f"`{type(callback).__name__}.wrap` should return a function of the data. "
+                    f"Received: {step!r}. Return `step` to leave it as it is."
+                )
+        try:
+            with _step_on(self.model, step):
+                self.model.make_train_function(force=True)
+            made = _Composition(self.plain, callbacks, versions, self.model.train_function)
+        finally:
+            self.model.train_function = self
+        # By a callback, not by the model: what only an abandoned callback knows goes with it.
+        kept = [known for known in callbacks[0].compositions if known.may_serve(self.plain, made)]
+        callbacks[0].compositions = [made, *kept[: _KEPT - 1]]
+        return made
+
+
+class _Composition(NamedTuple):
+    """A train function with callbacks in it, beside the plain one of the same compilation."""
+
+    plain: object
+    callbacks: tuple
+    versions: tuple
+    function: object
+
+    def serves(self, plain, callbacks):
+        return (
+            self.plain is plain
+            and len(self.callbacks) == len(callbacks)
+            and all(one is other for one, other in zip(self.callbacks, callbacks, strict=True))
+            and self.versions == tuple(callback.version for callback in callbacks)
+        )
+
+    def may_serve(self, plain, newer):
+        """Whether it's of use in another fit, beside one that is `newer`."""
+        return self.serves(plain, self.callbacks) and not self.serves(plain, newer.callbacks)
+
+
+@contextlib.contextmanager
+def _step_on(model, step):
+    # Past `__setattr__`, in which Keras would track what it finds.
+    attributes = vars(model)
+    before = attributes.get("train_step")
+    attributes["train_step"] = step
+    try:
+        yield
+    finally:
+        if before is None:
+            del attributes["train_step"]
+        else:
+            attributes["train_step"] = before
+
+
+def _build(model, iterator):
+    """Build a model and its optimizer as its first batch would, without taking it."""
+    layers = model._flatten_layers(include_self=type(model).call is not keras.Model.call)
+    if not all(layer.built for layer in layers):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(iterator.element_spec)
+        try:
+            model(
+                tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x)
+            )
+        except Exception as error:
+            raise ValueError(
+                f"The model `{model.name}` could not be built from the shapes of its data alone, "
+                "which callbacks that are traced into its step need. Build it first: call it on a "
+                f"batch, `model(x[:1])`. Received: data of {x}, and {type(error).__name__}: {error}"
+            ) from error
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _is_distributed(iterator):
+    return isinstance(iterator, tf.distribute.DistributedIterator)
+
+
+def _source(iterator):
+    """The `Minibatches` that an iterator draws from, also through `map` and `prefetch`, or None."""
+    workers = iterator._iterators if _is_distributed(iterator) else [iterator]
+    upstream = [getattr(worker, "_dataset", None) for worker in workers]
+    while upstream:
+        dataset = upstream.pop()
+        if isinstance(dataset, Minibatches):
+            return dataset
+        upstream.extend(getattr(dataset, "_inputs", list)())
+    return None
+
+
+def _batch_size(iterator, minibatches):
+    """Rows that `minibatches` bring to a step; None if what is between may change their number."""
+    if minibatches is None:
+        return None
+    if _is_distributed(iterator):
+        return minibatches.batch_size
+    shapes = [spec.shape for spec in tree.flatten(iterator.element_spec) if hasattr(spec, "shape")]
+    return next((shape[0] for shape in shapes if shape.rank), None)
