@@ -302,9 +302,9 @@ def sgld_stationary_covariance(A, C, H, *, N, S=None, T=1.0, replacement=True, d
 
         H A Sigma + Sigma A H - H A Sigma A H = 2 T H / N + H C H / S
 
-    which corrects Mandt's eq. 34 (whose left side lacks the sum, and, as that of every
-    Ornstein-Uhlenbeck approximation, the third term). With full batches on curvature h and
-    H = eta, Sigma = T / (N h (1 - eta h / 2)).
+    For H = eta and without the third term this is A Sigma + Sigma A = (2 T / N) I + (eta / S) C,
+    which is what Mandt's eq. 34 should read. With full batches on curvature h it gives
+    Sigma = T / (N h (1 - eta h / 2)).
 
     Args:
         A: Hessian of the mean loss, prior included, [D, D].
@@ -346,7 +346,7 @@ def momentum_stationary_covariance(
 
         Sigma_ij = n_ij / (mu (p_i + p_j) + (p_i - p_j)^2 / (2 mu)).
 
-    Mandt's eq. 31 is the latter without its last term, which holds where A and Sigma commute.
+    Mandt's eq. 31 is the latter without its last term: right where H A and the noise commute.
 
     Args:
         A: Hessian of the mean loss, prior included, [D, D].
@@ -586,25 +586,26 @@ def gaussian_posterior(x, y, *, model="linear", prior_precision=1.0, noise_std=1
                 hessian[:, j, :, k] = hessian[:, k, :, j] = (x * weights(j, k)[:, None]).T @ x / N
         return residuals, gradient, hessian.reshape(D * K, D * K) + Lambda / N
 
-    theta = np.zeros(D * K)
-    _, _, A = derivatives(theta)
-    # Relative to the curvature at zero, so that the scale of a feature does not matter and the
-    # curvature that fades on the way to an infinite mode is seen.
-    scale = np.sqrt(np.outer(np.diagonal(A), np.diagonal(A)))
+    theta, converged = np.zeros(D * K), False
+    _, _, start = derivatives(theta)
+    # Curvature relative to that at zero is blind to the scale of a feature, and sees the curvature
+    # fade on the way to a mode at infinity.
+    scale = np.sqrt(np.outer(np.diagonal(start), np.diagonal(start)))
     for _ in range(200):
         residuals, gradient, A = derivatives(theta)
         if np.any(scale == 0) or np.linalg.eigvalsh(A / scale)[0] <= 1e-14 * len(A):
             break
+        if converged:
+            covariance = T * _inverse(A) / N
+            return GaussianPosterior(theta, covariance, A, _gradient_covariance(x, residuals))
         step = scipy.linalg.solve(A, gradient, assume_a="pos")
-        decrement = gradient @ step
-        if N * decrement <= 1e-24 or np.all(np.abs(step) <= 1e-15 * np.abs(theta)):
-            return GaussianPosterior(
-                theta, T * _inverse(A) / N, A, _gradient_covariance(x, residuals)
-            )
+        # Newton's step squares this error of 1e-6 in the outputs.
+        converged = step @ start @ step <= 1e-12 * max(1.0, theta @ start @ theta)
         size = 1.0
-        # Near the mode the loss no longer resolves the gain, and Newton's step is right.
-        if N * decrement > 1e-6:
-            while loss(theta - size * step) > loss(theta) - 1e-4 * size * decrement:
+        if not converged:
+            old, gain = loss(theta), 1e-4 * gradient @ step
+            # Up to rounding: near the mode the loss no longer resolves the gain.
+            while loss(theta - size * step) > old * (1.0 + 1e-12) - size * gain:
                 size /= 2.0
         theta = theta - size * step
     raise ValueError(
