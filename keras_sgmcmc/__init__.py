@@ -1,6 +1,6 @@
 """Stochastic-gradient MCMC as Keras optimizers."""
 
-from keras_sgmcmc import callbacks, optimizers, schedules
+from keras_sgmcmc import callbacks, optimizers, schedules, theory
 from keras_sgmcmc.callbacks.chain_monitor import DivergenceError
 from keras_sgmcmc.data import minibatches
 from keras_sgmcmc.losses import GaussianNegativeLogLikelihood, NegativeLogLikelihood
@@ -23,4 +23,5 @@ __all__ = [
     "optimizers",
     "pSGLD",
     "schedules",
+    "theory",
 ]

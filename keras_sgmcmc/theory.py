@@ -639,7 +639,8 @@ def relaxation_time(A, H, *, momentum=0.0):
     """Steps in which the slowest direction forgets: 1 / (smallest eigenvalue of H A).
 
     A chain needs many of these for burn-in, and gives about one independent draw in two of them.
-    With momentum it is (1 - momentum) times that, to first order in the step.
+    With momentum it is (1 - momentum) times that, to first order in the step. A direction whose
+    eigenvalue p is near 2 flips sign at every step; its size is forgotten in 1 / (2 - p) steps.
 
     Args:
         A: Hessian of the mean loss, prior included, [D, D].

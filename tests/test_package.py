@@ -20,6 +20,7 @@ PUBLIC = {
     "callbacks",
     "optimizers",
     "schedules",
+    "theory",
 }
 
 
