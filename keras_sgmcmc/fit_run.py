@@ -224,10 +224,10 @@ def _build(model, iterator):
     layers = model._flatten_layers(include_self=type(model).call is not keras.Model.call)
     if not all(layer.built for layer in layers):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(iterator.element_spec)
+        # What is used in training alone is trained too.
+        training = {"training": True} if model._call_has_training_arg else {}
         try:
-            model(
-                tree.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x)
-            )
+            model(tree.map_structure(_symbolic, x), **training)
         except Exception as error:
             raise ValueError(
                 f"The model `{model.name}` could not be built from the shapes of its data alone, "
@@ -236,6 +236,10 @@ def _build(model, iterator):
             ) from error
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+
+
+def _symbolic(spec):
+    return keras.KerasTensor(spec.shape, spec.dtype.name)
 
 
 def _is_distributed(iterator):
