@@ -1,0 +1,637 @@
+"""Sums of per-example gradients and of their squares or products, over a batch."""
+
+import dataclasses
+import math
+import warnings
+
+import keras
+import tensorflow as tf
+
+from keras_sgmcmc import compilation
+from keras_sgmcmc.per_example import passes, taps
+from keras_sgmcmc.per_example.rules import rule_of
+from keras_sgmcmc.per_example.sources import rows as pick
+from keras_sgmcmc.per_example.sources import size
+from keras_sgmcmc.validation import positive_integer
+
+STRUCTURES = ("diagonal", "block", "full")
+# Temporary arrays of the general way; matrices may take as much again.
+MEMORY_BUDGET = 2**30
+_CHECKED_EXAMPLES = 4
+# Share of the budget that a chunk of examples may take.
+_CHUNK_SHARE = 8
+_LONGEST_CHUNK = 256
+# Where the number of examples isn't known while tracing: filling the last chunk up costs.
+_UNKNOWN_CHUNK = 32
+# On a CPU these corrupt the memory of TensorFlow 2.21 when `vectorized_map` runs them without XLA.
+_CONTROL_FLOW = ("While", "StatelessWhile", "If", "StatelessIf")
+_UNSAFE_WITHOUT_XLA = ("Einsum", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
+
+
+@dataclasses.dataclass
+class Moments:
+    """Sums over the examples i of a batch, with c_i the gradient of example i's own loss.
+
+    For microbatches read "group j of m_j examples" for example, c_j for the sum of their gradients,
+    and second for the sum of squares c_j^2 / m_j.
+
+    Attributes:
+        first: Sum of c_i: one tensor for each variable.
+        second: Sum of c_i^2: one tensor for each variable; or of c_i c_i', one matrix for each
+            block.
+        examples: Number of examples, for each entry of `second`.
+        groups: Number of microbatches, for each entry of `second`.
+    """
+
+    first: list
+    second: list
+    examples: list
+    groups: list
+
+
+class PerExampleGradients:
+    """First and second moments of the per-example gradients of a model's compiled loss.
+
+    The gradients of a batch's examples are never all held. Where the layers of a variable have a
+    closed form (see `keras_sgmcmc.per_example.register`), the sums come from the layers' inputs and
+    the gradients at their outputs, which one backward pass gives; elsewhere gradients are taken
+    chunk by chunk with `tf.vectorized_map`, or one after the other where TensorFlow can't vectorize
+    an operation. Passes run in inference mode and change nothing of the model.
+
+    A closed form is used for a variable only if every use of the variable is a call of a layer that
+    is recorded, and if it agrees with a plain loop on four examples (`verify`).
+
+    Args:
+        model: A compiled Keras model that has its variables.
+        structure: `"diagonal"` (sums of squares), `"block"` (one matrix for each layer) or `"full"`
+            (one matrix).
+        microbatch_size: Examples whose gradients are taken together. Defaults to `1`.
+        memory_budget: Bytes that matrices and temporary arrays may take.
+
+    Raises:
+        ValueError: If an argument is out of range, or the matrices don't fit the budget.
+    """
+
+    def __init__(self, model, structure="diagonal", microbatch_size=1, memory_budget=MEMORY_BUDGET):
+        if structure not in STRUCTURES:
+            raise ValueError(
+                f"`structure` should be one of {STRUCTURES}. Received: structure={structure!r}"
+            )
+        if getattr(model, "_compile_loss", None) is None and not _own_loss(model):
+            raise ValueError(
+                "Per-example gradients are those of the compiled loss, and the model has none: "
+                "`compile` it with `loss=`, or override `compute_loss`."
+            )
+        self.model = model
+        self.structure = structure
+        self.microbatch_size = positive_integer("microbatch_size", microbatch_size)
+        self.memory_budget = positive_integer("memory_budget", memory_budget)
+        self.variables = list(model.trainable_variables)
+        self.blocks = blocks_of(self.variables, structure)
+        check_memory(self.variables, structure, memory_budget)
+        self._failed = {}
+        self._plan = None
+
+    @property
+    def shapes(self):
+        """Shapes of the entries of `Moments.second`."""
+        if self.structure == "diagonal":
+            return [tuple(variable.shape) for variable in self.variables]
+        sizes = [sum(_length(self.variables[i]) for i in block) for block in self.blocks]
+        return [(length, length) for length in sizes]
+
+    # Which way each variable goes.
+
+    def plan(self, data):
+        """The `Plan` for batches like `data`, made when it is first asked for."""
+        if self._plan is None:
+            self._plan = Plan(self, data, self._failed)
+        return self._plan
+
+    def reject(self, failed):
+        """Drop the closed forms of some variables: dict of position to the reason."""
+        self._failed.update(failed)
+        self._plan = None
+
+    # The moments.
+
+    def recording(self, data):
+        """Context in which the model's own training step is recorded.
+
+        Hand the record to `moments`. Nothing is recorded where the step can't be shared: if it is
+        the model's own, or if a layer behaves differently in training.
+        """
+        plan = self.plan(data)
+        if not plan.shared:
+            return taps.recording([])
+        return taps.recording([layer for layer, _ in plan.layers], self.model.optimizer)
+
+    def moments(self, data, record=None):
+        """`Moments` of one batch.
+
+        Args:
+            data: A batch, as Keras hands it to `train_step`.
+            record: What `recording` gave around the step on this batch. Defaults to None: a pass of
+                its own is made.
+        """
+        plan = self.plan(data)
+        return _Sums(self, plan, data, record if plan.shared else None).moments()
+
+    def prepare(self, data):
+        """Verify the closed forms on a batch of arrays, and drop those that are wrong.
+
+        Inside a training step use `verify` and `reject` instead.
+
+        Returns:
+            dict of the path of a variable to the reason why it goes the general way.
+        """
+        data = tf.nest.map_structure(tf.convert_to_tensor, data)
+        plan = self.plan(data)
+        if plan.closed:
+            errors = tf.function(self.verify, autograph=False)(data)
+            self.reject_wrong(errors.numpy())
+        return dict(self.plan(data).reasons)
+
+    def reject_wrong(self, errors):
+        """Drop the closed forms whose errors, from `verify`, are too large; whether there were."""
+        wrong = {
+            index: f"its closed form is off by {error:.2g} from a plain loop"
+            for index, error in enumerate(errors)
+            if not error <= self.tolerance
+        }
+        if wrong:
+            self.reject(wrong)
+        return bool(wrong)
+
+    def verify(self, data, record=None):
+        """Largest error of the closed form of each variable, on four examples.
+
+        Returns:
+            Vector, one entry for each variable: largest absolute difference from a plain loop over
+            the largest gradient; 0 for variables that go the general way.
+        """
+        plan = self.plan(data)
+        return _Sums(self, plan, data, record if plan.shared else None).errors()
+
+    @property
+    def tolerance(self):
+        """Largest error in `verify` that rounding explains."""
+        half = any(
+            keras.backend.is_float_dtype(layer.compute_dtype) and "16" in layer.compute_dtype
+            for layer in self.model._flatten_layers(include_self=False)
+        )
+        return 5e-2 if half else 1e-4
+
+
+class Plan:
+    """Which variables go by closed forms, and how the others go.
+
+    Attributes:
+        layers: Pairs (layer, rule) whose closed forms are used.
+        closed: Positions of the variables that go by a closed form.
+        general: Positions of those that don't.
+        reasons: dict of path of a variable to the reason why it goes the general way.
+        shared: Whether the backward pass of the training step serves.
+        mode: How the general way goes: "xla", "graph" or "loop".
+        example_bytes: Bytes that one example takes on the general way.
+    """
+
+    def __init__(self, estimator, data, failed):
+        model, variables = estimator.model, estimator.variables
+        layers = [(layer, rule_of(layer)) for layer in taps.supported_layers(model)]
+        unseen = {}
+
+        def probe(data):
+            record, gradients = passes.backward(
+                model, data, variables, [layer for layer, _ in layers], frozen=True
+            )
+            unseen.update(record.unseen)
+            used = [gradient is not None for gradient in gradients]
+            reached.extend(used)
+
+        reached = []
+        passes.traced(probe, data)
+        owners = {id(v): layer for layer, _ in layers for v in layer.trainable_variables}
+        shared_owner = _shared_variables([layer for layer, _ in layers])
+        self.reasons, self.closed = {}, []
+        masked = _is_masked(model, data)
+        for index, variable in enumerate(variables):
+            owner = owners.get(id(variable))
+            if index in failed:
+                reason = failed[index]
+            elif masked:
+                reason = "the loss is masked, so examples share its normalization"
+            elif owner is None:
+                reason = "its layer has no closed form"
+            elif id(variable) in shared_owner:
+                reason = "several layers hold it"
+            elif reached[index]:
+                reason = "it is used outside its layer's call"
+            elif id(owner) in unseen:
+                reason = f"layer {owner.name} {unseen[id(owner)]}"
+            else:
+                self.closed.append(index)
+                continue
+            self.reasons[variable.path] = reason
+        held = {id(variables[index]) for index in self.closed}
+        self.layers = [
+            (layer, rule)
+            for layer, rule in layers
+            if any(id(v) in held for v in layer.trainable_variables)
+        ]
+        self.general = [i for i in range(len(variables)) if i not in set(self.closed)]
+        own_step = type(model).train_step is not keras.Model.train_step
+        self.shared = bool(self.layers) and not own_step
+        self.shared = self.shared and passes.trains_as_it_predicts(model, data)
+        self.mode, self.example_bytes = None, 0
+        if self.general:
+            self._choose_mode(estimator, data)
+
+    def _choose_mode(self, estimator, data):
+        model = estimator.model
+        variables = [estimator.variables[i] for i in self.general]
+        group = estimator.microbatch_size
+        graph = passes.traced(
+            lambda data: passes.backward(model, data, variables)[1], data, [group]
+        )
+        operations = graph.get_operations()
+        self.example_bytes = sum(_bytes(out) for op in operations for out in op.outputs)
+        hard_for_xla = any("Conv" in op.type or op.type in _CONTROL_FLOW for op in operations)
+        unsafe = any(
+            op.type in _UNSAFE_WITHOUT_XLA
+            or (op.type == "Softmax" and len(op.outputs[0].shape) > 2)
+            for op in operations
+        )
+        can_jit = all(layer.supports_jit for layer in model._flatten_layers())
+        if can_jit and not hard_for_xla:
+            self.mode = "xla"
+        else:
+            self.mode = "loop" if unsafe else "graph"
+        if self.mode == "loop":
+            return
+        try:
+            passes.traced(
+                lambda data: vectorized_gradients(
+                    model, variables, data, passes.tensors(data), "graph"
+                ),
+                data,
+                [2, group],
+            )
+        except Exception as error:  # pfor raises whatever its converters do
+            self.mode = "loop"
+            layers = sorted({_layer_path(variable) for variable in variables})
+            warnings.warn(
+                "TensorFlow can't vectorize an operation of this model, so the per-example "
+                f"gradients of {layers} are taken one after the other, which is slow; "
+                "`microbatch_size` makes it cheaper. "
+                f"The reason: {str(error).strip().splitlines()[0][:200]}",
+                stacklevel=2,
+            )
+
+
+class _Sums:
+    """The work on one batch."""
+
+    def __init__(self, estimator, plan, data, record):
+        self.plan, self.data = plan, data
+        self.model, self.variables = estimator.model, estimator.variables
+        self.estimator = estimator
+        self.group = estimator.microbatch_size
+        self.tensors = passes.tensors(data)
+        self.examples = size(self.tensors[0], 0)
+        self._take_record(record)
+        self._sources = None
+
+    def _take_record(self, record):
+        """The record of a pass, and the `factor` from what it holds to c_i."""
+        self.penalized = record is not None
+        if self.penalized:
+            self.record, scale = record, record.scale
+            gradients = {id(variable): gradient for gradient, variable in record.gradients}
+            self.gradients = {i: gradients.get(id(self.variables[i])) for i in self.plan.closed}
+            # Keras divides the loss of a replica by the number of replicas.
+            scale /= compilation.replicas()
+        else:
+            variables = [self.variables[i] for i in self.plan.closed]
+            scale_loss = _scale_loss(self.model)
+            layers = [layer for layer, _ in self.plan.layers]
+            self.record, gradients = passes.backward(
+                self.model, self.data, variables, layers, scale_loss
+            )
+            self.gradients = dict(zip(self.plan.closed, gradients, strict=True))
+            scale = scale_loss(tf.constant(1.0))
+        self.factor = tf.cast(self.examples, "float64") / tf.cast(scale, "float64")
+
+    def sources(self):
+        """dict of position to the `Source` of a variable that goes by a closed form."""
+        if self._sources is None:
+            self._sources = {}
+            positions = {id(self.variables[i]): i for i in self.plan.closed}
+            for layer, rule in self.plan.layers:
+                calls = [c for c in self.record.calls.get(id(layer), []) if c.delta is not None]
+                if not calls:
+                    continue
+                for source in rule(layer, calls):
+                    position = positions.get(id(source.variable))
+                    if position is not None:
+                        self._sources[position] = source
+        return self._sources
+
+    def first_sum(self, index):
+        """Sum of the gradients of variable `index`, that goes by a closed form."""
+        variable = self.variables[index]
+        gradient = self.gradients.get(index)
+        if gradient is None:
+            return tf.zeros(variable.shape, variable.dtype)
+        gradient = tf.cast(compilation.densify(gradient), variable.dtype)
+        total = gradient * tf.cast(self.factor, variable.dtype)
+        if self.penalized and getattr(variable, "regularizer", None) is not None:
+            value = tf.convert_to_tensor(variable)
+            with tf.GradientTape() as tape:
+                tape.watch(value)
+                penalty = variable.regularizer(value)
+            examples = tf.cast(self.examples, variable.dtype)
+            total -= examples * tape.gradient(penalty, value)
+        return total
+
+    def moments(self):
+        if self.estimator.structure == "diagonal":
+            return self._diagonal()
+        return self._products()
+
+    def _diagonal(self):
+        count = len(self.variables)
+        first, second = [None] * count, [None] * count
+        examples, groups = [self.examples] * count, [-(-self.examples // self.group)] * count
+        sources = self.sources()
+        for index in self.plan.closed:
+            first[index] = self.first_sum(index)
+            source = sources.get(index)
+            if source is None:
+                second[index] = tf.zeros_like(first[index])
+            else:
+                second[index] = self._squares(source)
+        if self.plan.general:
+            whole = self.examples // self.group
+            zeros = [tf.zeros(v.shape, v.dtype) for v in self._general_variables()]
+
+            def add(total, start, count):
+                gradients = self._general_gradients(start, count)
+                sums = [tf.reduce_sum(g, 0) for g in gradients]
+                squares = [tf.reduce_sum(tf.square(g), 0) / self.group for g in gradients]
+                return tf.nest.map_structure(tf.add, total, [sums, squares])
+
+            sums, squares = self._over_groups(whole, add, [zeros, zeros])
+            for index, s, q in zip(self.plan.general, sums, squares, strict=True):
+                first[index], second[index] = s, q
+                examples[index], groups[index] = whole * self.group, whole
+        return Moments(first, second, examples, groups)
+
+    def _squares(self, source):
+        """Sum of c_j^2 / m_j."""
+        if self.group == 1:
+            squares = source.squares()
+            return squares * tf.cast(tf.square(self.factor), squares.dtype)
+        number = -(-self.examples // self.group)
+        sizes = tf.minimum(self.group, self.examples - self.group * tf.range(number))
+        factors = self.factor / tf.sqrt(tf.cast(sizes, "float64"))
+        return source.grouped(self.group).scaled(factors).squares()
+
+    def _products(self):
+        """Sums of outer products, over chunks of whole groups."""
+        whole = self.examples // self.group
+        chunk = self._chunk(whole)
+        sources = {
+            index: source.grouped(self.group).scaled(self.factor).extended(chunk)
+            for index, source in self.sources().items()
+        }
+        blocks = self.estimator.blocks
+
+        def add(total, start, count):
+            rows = dict(zip(self.plan.general, self._general_gradients(start, count), strict=True))
+            real = start + tf.range(count) < whole
+            for index in self.plan.closed:
+                variable = self.variables[index]
+                if index in sources:
+                    gradients = sources[index].rows(start, count).gradients()
+                    rows[index] = _where(real, gradients)
+                else:
+                    rows[index] = tf.zeros([count, *variable.shape], variable.dtype)
+            first = [tf.reduce_sum(rows[index], 0) for index in range(len(self.variables))]
+            second = []
+            for block in blocks:
+                flat = tf.concat([tf.reshape(rows[i], [count, -1]) for i in block], 1)
+                second.append(tf.matmul(flat, flat, transpose_a=True) / self.group)
+            return tf.nest.map_structure(tf.add, total, [first, second])
+
+        zeros = [tf.zeros(v.shape, v.dtype) for v in self.variables]
+        matrices = [
+            tf.zeros(shape, self.variables[block[0]].dtype)
+            for shape, block in zip(self.estimator.shapes, blocks, strict=True)
+        ]
+        first, second = self._over_groups(whole, add, [zeros, matrices])
+        return Moments(first, second, [whole * self.group] * len(second), [whole] * len(second))
+
+    # The general way.
+
+    def _general_variables(self):
+        return [self.variables[i] for i in self.plan.general]
+
+    def _chunk(self, groups):
+        """Number of groups that are worked on at once."""
+        length = self.plan.example_bytes if self.plan.general else 0
+        if self.estimator.structure != "diagonal":
+            length += 8 * sum(map(_length, self.variables))
+        chunk = self.estimator.memory_budget // _CHUNK_SHARE // max(1, length)
+        chunk = min(chunk, groups if isinstance(groups, int) else _UNKNOWN_CHUNK, _LONGEST_CHUNK)
+        return 1 if self.plan.mode == "loop" else max(1, chunk)
+
+    def _over_groups(self, number, add, initial):
+        """`add(total, start, count)` over all chunks of groups."""
+        chunk = self._chunk(number)
+        # Rows of zeros fill the last chunk; what comes of them is dropped.
+        self._padded = [
+            tf.pad(t, [[0, chunk * self.group], *[[0, 0]] * (len(t.shape) - 1)])
+            for t in self.tensors
+        ]
+        if isinstance(number, int) and number <= chunk:
+            return add(initial, 0, chunk)
+        return tf.while_loop(
+            lambda start, total: start < number,
+            lambda start, total: (start + chunk, add(total, start, chunk)),
+            [0, initial],
+            parallel_iterations=1,
+        )[1]
+
+    def _general_gradients(self, start, count):
+        """Sums of the gradients of `count` groups from `start` on; zeros past the last."""
+        if not self.plan.general:
+            return []
+        rows = []
+        for tensor in self._padded:
+            some = pick(tensor, start * self.group, count * self.group)
+            lengths = [size(some, axis) for axis in range(1, len(some.shape))]
+            rows.append(tf.reshape(some, [count, self.group, *lengths]))
+        gradients = vectorized_gradients(
+            self.model, self._general_variables(), self.data, rows, self.plan.mode
+        )
+        real = start + tf.range(count) < self.examples // self.group
+        return [_where(real, gradient) * self.group for gradient in gradients]
+
+    # The check.
+
+    def errors(self):
+        sources = {index: s.scaled(self.factor) for index, s in self.sources().items()}
+        variables = [self.variables[i] for i in self.plan.closed]
+        number = tf.minimum(_CHECKED_EXAMPLES, self.examples)
+        scale_loss = _scale_loss(self.model)
+        scale = scale_loss(tf.constant(1.0))
+
+        def example(index, worst):
+            one = passes.with_tensors(self.data, [pick(t, index, 1) for t in self.tensors])
+            _, truth = passes.backward(self.model, one, variables, scale=scale_loss)
+            found = []
+            for position, variable, gradient in zip(
+                self.plan.closed, variables, truth, strict=True
+            ):
+                zeros = tf.zeros(variable.shape, variable.dtype)
+                if gradient is None:
+                    gradient = zeros
+                gradient = tf.cast(compilation.densify(gradient), variable.dtype)
+                gradient /= tf.cast(scale, variable.dtype)
+                form = zeros
+                if position in sources:
+                    form = sources[position].rows(index, 1).gradients()[0]
+                found.append([_largest(form - gradient), _largest(gradient)])
+            found = tf.cast(tf.convert_to_tensor(found), "float32")
+            return index + 1, tf.maximum(worst, tf.reshape(found, [-1, 2]))
+
+        if not variables:
+            return tf.zeros([len(self.variables)])
+        worst = tf.while_loop(
+            lambda index, worst: index < number,
+            example,
+            [0, tf.zeros([len(variables), 2])],
+            parallel_iterations=1,
+        )[1]
+        # A layer whose gradients vanish is compared with the others.
+        floor = 1e-3 * tf.reduce_max(worst[:, 1]) + 1e-30
+        errors = worst[:, 0] / tf.maximum(worst[:, 1], floor)
+        return tf.scatter_nd(tf.constant(self.plan.closed)[:, None], errors, [len(self.variables)])
+
+
+def vectorized_gradients(model, variables, data, rows, mode):
+    """Gradients of the mean losses of groups of examples.
+
+    Args:
+        model: The model.
+        variables: What to differentiate by.
+        data: A batch, for its structure.
+        rows: Its tensors: [groups, examples of a group, ...].
+        mode: "xla", "graph" or "loop", which takes one group.
+
+    Returns:
+        One tensor for each variable: [groups, *shape].
+    """
+
+    def gradients(flat):
+        _, found = passes.backward(model, passes.with_tensors(data, flat), variables)
+        return [
+            tf.zeros(v.shape, v.dtype) if g is None else tf.cast(compilation.densify(g), v.dtype)
+            for g, v in zip(found, variables, strict=True)
+        ]
+
+    if mode == "loop":
+        return [gradient[None] for gradient in gradients([row[0] for row in rows])]
+
+    def mapped(rows):
+        return tf.vectorized_map(gradients, rows, fallback_to_while_loop=False)
+
+    return compilation.compiled(mapped)(rows) if mode == "xla" else mapped(rows)
+
+
+def blocks_of(variables, structure):
+    """The blocks of a structure: lists of positions of variables, None for the diagonal."""
+    if structure == "diagonal":
+        return None
+    if structure == "full":
+        return [list(range(len(variables)))]
+    blocks = {}
+    for index, variable in enumerate(variables):
+        blocks.setdefault(_layer_path(variable), []).append(index)
+    return list(blocks.values())
+
+
+def check_memory(variables, structure, memory_budget):
+    """Raise a ValueError if the matrices of a structure don't fit the budget, before any is made.
+
+    Three copies are counted: the sum over a batch, the estimate, and the running average.
+    """
+    blocks = blocks_of(variables, structure)
+    if blocks is None:
+        return
+    sizes = [sum(_length(variables[i]) for i in block) for block in blocks]
+    needed = 3 * 4 * sum(length**2 for length in sizes)
+    if needed > memory_budget:
+        others = '`"diagonal"`' if structure == "block" else '`"diagonal"` or `"block"`'
+        raise ValueError(
+            f"The {structure} covariance of the gradients of {sum(map(_length, variables))} "
+            f"parameters needs {needed / 2**30:.3g} GiB (matrices of {sizes} rows, three copies), "
+            f"over the budget of {memory_budget / 2**30:.3g} GiB. Use the structure {others}, or "
+            "raise `memory_budget`."
+        )
+
+
+def _own_loss(model):
+    return type(model).compute_loss is not keras.Model.compute_loss
+
+
+def _length(variable):
+    return math.prod(variable.shape)
+
+
+def _layer_path(variable):
+    return variable.path.rsplit("/", 1)[0]
+
+
+def _shared_variables(layers):
+    """Variables that several layers hold."""
+    seen, several = set(), set()
+    for layer in layers:
+        for variable in layer.trainable_variables:
+            (several if id(variable) in seen else seen).add(id(variable))
+    return several
+
+
+def _is_masked(model, data):
+    masked = []
+
+    def forward(data):
+        x, _, _ = passes.arguments(data)
+        with keras.StatelessScope():
+            outputs = model(x, training=False) if model._call_has_training_arg else model(x)
+        masked.extend(
+            getattr(out, "_keras_mask", None) is not None for out in tf.nest.flatten(outputs)
+        )
+
+    passes.traced(forward, data)
+    return any(masked)
+
+
+def _bytes(tensor):
+    count = tensor.shape.num_elements()
+    return 0 if count is None else count * max(1, tensor.dtype.size)
+
+
+def _where(real, rows):
+    shape = [-1, *[1] * (len(rows.shape) - 1)]
+    return tf.where(tf.reshape(real, shape), rows, tf.zeros_like(rows))
+
+
+def _largest(tensor):
+    return tf.reduce_max(tf.abs(tensor))
+
+
+def _scale_loss(model):
+    """What scales the loss, so that half precision does not lose small gradients."""
+    return (lambda loss: loss) if model.optimizer is None else model.optimizer.scale_loss
