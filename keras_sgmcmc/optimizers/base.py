@@ -110,6 +110,7 @@ class Sampler(keras.optimizers.Optimizer):
         self._precision_of_variable = []
         self._group_of_variable = []
         self._compiled = ()
+        self._curvature = None
 
         clipping = [name for name in _CLIPPING if getattr(self, name) is not None]
         if clipping and self._configured_temperature > 0:
@@ -142,6 +143,21 @@ class Sampler(keras.optimizers.Optimizer):
         temperature = ops.cast(self._temperature, preconditioner.dtype)
         return (2.0 * temperature / self.train_size) * preconditioner
 
+    def curvature(self, gradients, variables):
+        """What `correction` needs and only the graph of the forward pass can tell, or None.
+
+        Called by `apply` before the update is compiled by itself, where `gradients` still belong to
+        that graph. What is returned, a structure of tensors, is `self._curvature` in the update.
+        """
+        del gradients, variables
+
+    def correction(self, index, gradient, learning_rate):
+        """A further drift of variable number `index`, added to theta, or None.
+
+        Called after `preconditioner`, with the same arguments.
+        """
+        del index, gradient, learning_rate
+
     # The step.
 
     def update_step(self, gradient, variable, learning_rate):
@@ -164,6 +180,9 @@ class Sampler(keras.optimizers.Optimizer):
         prior = self._prior_gradient(index, variable)
         drift = gradient if prior is None else gradient + prior / self.train_size
         increment = divided_by_metric(ops.multiply(drift, step))
+        correction = self.correction(index, gradient, ops.cast(learning_rate, variable.dtype))
+        if correction is not None:
+            increment = increment - correction
         if self.train_size is not None:
             variance = self.noise_variance(index, divided_by_metric(step))
             noise = random.normal(
@@ -193,22 +212,35 @@ class Sampler(keras.optimizers.Optimizer):
                 with keras.name_scope(self.name):
                     self.build(trainable_variables)
             self._check_known(trainable_variables)
-        if not grads or not self.built or not self.jit_compile or compilation.replicas() > 1:
+        if not grads or not self.built:
             super().apply(grads, trainable_variables)
             return
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
+        curvature = self.curvature(grads, trainable_variables)
+        if not self.jit_compile or compilation.replicas() > 1:
+            self._apply(grads, trainable_variables, curvature)
+            return
         indices = tuple(self._get_variable_index(variable) for variable in trainable_variables)
-        self._compiled_apply(indices)(grads)
+        self._compiled_apply(indices)(grads, curvature)
+
+    def _apply(self, grads, variables, curvature):
+        # Not tracked, and gone after the update: the tensors live in the graph of one trace.
+        object.__setattr__(self, "_curvature", curvature)
+        try:
+            super().apply(grads, variables)
+        finally:
+            object.__setattr__(self, "_curvature", None)
 
     def _compiled_apply(self, indices):
         """The compiled `apply` on the variables at `indices`, traced once and kept."""
         for known, function in self._compiled:
             if known == indices:
                 return function
-        inherited = super().apply
         variables = [self._trainable_variables[index] for index in indices]
-        function = compilation.compiled(lambda grads: inherited(grads, variables))
+        function = compilation.compiled(
+            lambda grads, curvature: self._apply(grads, variables, curvature)
+        )
         # Not tracked: it holds no state, and neither saving nor copying should meet it.
         object.__setattr__(self, "_compiled", (*self._compiled, (indices, function)))
         return function
