@@ -1,5 +1,6 @@
 """Forward and backward passes that leave no trace on a model, and what can be told from them."""
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
@@ -38,25 +39,28 @@ def mean_loss(model, data, training=False):
     a loss may update metrics, and layers their state.
     """
     x, y, sample_weight = arguments(data)
-    if model._call_has_training_arg:
-        outputs = model(x, training=training)
-    else:
-        outputs = model(x)
-    loss = model._compute_loss(
-        x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=training
-    )
-    penalty = sum(penalties(model.trainable_variables).values())
+    with _without_penalties(model.trainable_variables):
+        if model._call_has_training_arg:
+            outputs = model(x, training=training)
+        else:
+            outputs = model(x)
+        loss = model._compute_loss(
+            x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=training
+        )
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    return tf.cast(loss, "float32" if loss.dtype.size < 4 else loss.dtype) * replicas - penalty
+    return tf.cast(loss, "float32" if loss.dtype.size < 4 else loss.dtype) * replicas
 
 
-def penalties(variables):
-    """Penalties on weights that Keras adds to the loss: dict of position to scalar."""
-    return {
-        index: variable.regularizer(variable)
-        for index, variable in enumerate(variables)
-        if getattr(variable, "regularizer", None) is not None
-    }
+@contextlib.contextmanager
+def _without_penalties(variables):
+    held = [(v, v.regularizer) for v in variables if getattr(v, "regularizer", None) is not None]
+    for variable, _ in held:
+        variable.regularizer = None
+    try:
+        yield
+    finally:
+        for variable, regularizer in held:
+            variable.regularizer = regularizer
 
 
 def backward(model, data, variables, layers=(), scale=None, frozen=False):
@@ -71,22 +75,11 @@ def backward(model, data, variables, layers=(), scale=None, frozen=False):
         frozen: See `taps.recording`.
     """
     with recording(layers, frozen=frozen) as record, tf.GradientTape() as tape:
-        with unchanged(model):
+        with keras.StatelessScope(collect_losses=True):
             loss = mean_loss(model, data)
         if scale is not None:
             loss = scale(loss)
     return record, tape.gradient(loss, variables)
-
-
-def unchanged(model):
-    """A scope in which nothing that a pass does to a model's state lasts."""
-    # Keras' penalties look in the scope for the value of a variable, and nowhere else.
-    values = [
-        (variable, tf.convert_to_tensor(variable))
-        for variable in model.trainable_variables
-        if getattr(variable, "regularizer", None) is not None
-    ]
-    return keras.StatelessScope(state_mapping=values, collect_losses=True)
 
 
 def traced(function, data, leading=None):
@@ -116,7 +109,7 @@ def trains_as_it_predicts(model, data):
 
     def operations(training):
         def forward(data):
-            with unchanged(model) as scope:
+            with keras.StatelessScope(collect_losses=True) as scope:
                 loss = mean_loss(model, data, training)
             # A state that moves is a difference, even where the loss does not depend on it.
             moved.extend(
