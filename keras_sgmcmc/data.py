@@ -41,8 +41,9 @@ def minibatches(
     skipped; none is ever repeated.
 
     With a callback of this package, `fit` goes by the optimizer: a chain that has done t steps,
-    restored or continued, begins with batch t (times `gradient_accumulation_steps`). Say where to
-    begin with `start_step`, or by assigning to `position`, and it goes on from there instead.
+    restored or continued, begins with batch t (times `gradient_accumulation_steps`), also through
+    `map` and `prefetch`. Say where to begin with `start_step`, or by assigning to `position`, and
+    it goes on from there instead.
 
     **Reproducible.** Batch t is a function of the data, `batch_size`, `seed` and t alone: row
     numbers are Philox4x32-10 (Salmon et al. 2011) with key `seed` and a counter proportional to t,

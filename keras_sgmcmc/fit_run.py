@@ -16,6 +16,16 @@ from keras_sgmcmc import guards
 from keras_sgmcmc.data import Minibatches
 from keras_sgmcmc.optimizers.base import Sampler
 
+# What passes batches on one by one: operations of users, and what a strategy adds to them.
+_PASSING = {
+    "_AutoShardDataset",
+    "_MapDataset",
+    "_OptionsDataset",
+    "_ParallelMapDataset",
+    "_PrefetchDataset",
+    "_RebatchDataset",
+    "_RestructuredDataset",
+}
 # Compositions that a callback keeps, so that changing between a few sets of callbacks is free.
 _KEPT = 4
 
@@ -130,13 +140,12 @@ class FitRun:
                 _build(self.model, iterator)
                 for callback in self.in_graph:
                     callback.prepare()
-        self.source = _source(iterator)
-        as_it_is = self.source is getattr(iterator, "minibatches", None)
+        self.source, regrouped = _source(iterator)
         if isinstance(self.optimizer, Sampler):
             guards.check_data(self.optimizer, self.source, _batch_size(iterator, self.source))
         if self._guard is not None:
             self._guard.first_batch(iterator, self.source)
-        if self.source is not None and (as_it_is or _is_distributed(iterator)):
+        if self.source is not None and not regrouped:
             self._position()
 
     def _position(self):
@@ -247,15 +256,16 @@ def _is_distributed(iterator):
 
 
 def _source(iterator):
-    """The `Minibatches` that an iterator draws from, also through `map` and `prefetch`, or None."""
-    workers = iterator._iterators if _is_distributed(iterator) else [iterator]
-    upstream = [getattr(worker, "_dataset", None) for worker in workers]
+    """The `Minibatches` upstream of an iterator or None, and whether it may regroup their rows."""
+    worker = iterator._iterators[0] if _is_distributed(iterator) else iterator
+    upstream = [(getattr(worker, "_dataset", None), False)]
     while upstream:
-        dataset = upstream.pop()
+        dataset, regrouped = upstream.pop()
         if isinstance(dataset, Minibatches):
-            return dataset
-        upstream.extend(getattr(dataset, "_inputs", list)())
-    return None
+            return dataset, regrouped
+        regrouped = regrouped or type(dataset).__name__ not in _PASSING
+        upstream.extend((above, regrouped) for above in getattr(dataset, "_inputs", list)())
+    return None, False
 
 
 def _batch_size(iterator, minibatches):

@@ -141,6 +141,31 @@ def test_a_chosen_beginning_stays(way):
         assert data.position == end
 
 
+@pytest.mark.parametrize("arguments", [{}, {"class_weight": {0: 1.0}}])
+def test_batches_that_are_passed_on_one_by_one_begin_there_too(arguments):
+    def passed_on():
+        data = sg.minibatches(X, np.zeros(ROWS, int), 4, seed=3, steps=5)
+        return data, data.map(lambda x, y: (x, y), num_parallel_calls=2).prefetch(3)
+
+    model, once = make(), make()
+    data, derived = passed_on()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, derived, sg.callbacks.ChainMonitor(), Break(3), **arguments)
+    for fresh in (False, True):
+        data, derived = passed_on() if fresh else (data, derived)
+        fit(model, derived, sg.callbacks.ChainMonitor(), **arguments)
+    assert data.position == 13
+    fit(once, passed_on()[1].repeat(3), sg.callbacks.ChainMonitor(), steps_per_epoch=13)
+    assert_same(model.get_weights(), once.get_weights())
+
+
+def test_batches_that_are_regrouped_are_left_alone():
+    model, data = make(), batches()
+    for position in (5, 10):
+        fit(model, data.unbatch().batch(2), sg.callbacks.ChainMonitor())
+        assert data.position == position
+
+
 def test_a_first_fit_goes_on_where_other_consumers_stopped():
     data = batches()
     list(data)
@@ -154,8 +179,6 @@ def test_without_these_callbacks_data_are_left_alone():
     data = batches()
     fit(model, data)
     assert data.position == 5
-    other = batches().map(lambda x, y: (x, y))
-    fit(model, other, sg.callbacks.ChainMonitor())
 
 
 # What is fed against the arguments of the sampler.
@@ -240,7 +263,7 @@ def test_another_batch_size_is_found(callback, data, accumulation, message):
         (lambda: batches().unbatch().batch(4, drop_remainder=True), 1),
     ],
 )
-def test_batches_that_are_regrouped(data, found):
+def test_the_size_of_batches_that_are_regrouped(data, found):
     assert len(fit_warnings(noisy(5), data(), sg.callbacks.InGraphCallback())) == found
 
 

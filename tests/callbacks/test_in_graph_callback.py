@@ -539,6 +539,7 @@ def test_a_callback_can_be_copied_after_a_fit(way):
 # Building.
 
 
+@pytest.mark.filterwarnings("ignore:.build.* was called on layer 'auxiliary'")
 def test_what_only_training_uses_is_built_and_nothing_else_moves():
     class Auxiliary(keras.Model):
         def __init__(self):
@@ -563,6 +564,7 @@ def test_what_only_training_uses_is_built_and_nothing_else_moves():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:Layer 'untraceable'", "ignore:.build.* was called on layer")
 def test_a_model_that_shapes_alone_do_not_build():
     class Untraceable(Subclassed):
         def call(self, inputs):
