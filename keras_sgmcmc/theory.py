@@ -428,7 +428,7 @@ def linear_regression_stationary_covariance(
     increment = modes.noise(C, Q, factor) * response
     first = np.trace(increment)
     phi, growth = increment, 0.0
-    for _ in range(100_000):
+    for _ in range(10_000):
         lengths = np.sum(z @ increment * z, axis=1)
         spread = (z * lengths[:, None]).T @ z / len(z) - mean_square @ increment @ mean_square
         previous, increment = np.trace(increment), factor * spread * response
@@ -481,21 +481,21 @@ def iterate_average_covariance(
     """
     L = positive_integer("window", window)
     modes = _modes(A, H, momentum, discrete)
-    X = modes.state_covariance(modes.noise(C, Q, _batch_factor(C, S, N, replacement)))
+    X = modes.lag_zero(modes.noise(C, Q, _batch_factor(C, S, N, replacement)))
     F = modes.transition()
     identity = np.eye(F.shape[-1])
     if discrete:
         # sum_{k=1}^{L-1} (L - k) F^k as geometric sums; I - F is invertible in a stable chain.
         R = np.linalg.inv(identity - F)
         lags = R @ F @ (L * identity - R @ (identity - np.linalg.matrix_power(F, L)))
-        total = L * X[..., 0, 0]
+        total = L * X[..., 0]
     else:
         # The integral of (L - s) exp(F s) over the window.
         R = np.linalg.inv(F)
         lags = R @ (R @ (scipy.linalg.expm(L * F) - identity) - L * identity)
         total = 0.0
-    total = total + np.einsum("ik,ijk->ij", lags[:, 0], X[..., 0])
-    total = total + np.einsum("jk,ijk->ij", lags[:, 0], X[..., 0, :])
+    one_sided = np.einsum("ik,ijk->ij", lags[:, 0], X)
+    total = total + one_sided + one_sided.T
     return modes.to_theta(total / L**2)
 
 
@@ -588,24 +588,24 @@ def gaussian_posterior(x, y, *, model="linear", prior_precision=1.0, noise_std=1
 
     theta, converged = np.zeros(D * K), False
     _, _, start = derivatives(theta)
-    # Curvature relative to that at zero is blind to the scale of a feature, and sees the curvature
-    # fade on the way to a mode at infinity.
-    scale = np.sqrt(np.outer(np.diagonal(start), np.diagonal(start)))
     for _ in range(200):
         residuals, gradient, A = derivatives(theta)
-        if np.any(scale == 0) or np.linalg.eigvalsh(A / scale)[0] <= 1e-14 * len(A):
+        # Scaled to a unit diagonal: a feature in small units is no free direction.
+        scale = np.sqrt(np.outer(np.diagonal(A), np.diagonal(A)))
+        if np.any(scale == 0) or np.linalg.eigvalsh(A / scale)[0] <= 1e-15 * len(A):
             break
         if converged:
             covariance = T * _inverse(A) / N
             return GaussianPosterior(theta, covariance, A, _gradient_covariance(x, residuals))
         step = scipy.linalg.solve(A, gradient, assume_a="pos")
-        # Newton's step squares this error of 1e-6 in the outputs.
+        # Newton's step squares this error of 1e-6 in the outputs. On the way to a mode at infinity
+        # it never gets so short: each step adds about 1 to the outputs.
         converged = step @ start @ step <= 1e-12 * max(1.0, theta @ start @ theta)
         size = 1.0
         if not converged:
             old, gain = loss(theta), 1e-4 * gradient @ step
-            # Up to rounding: near the mode the loss no longer resolves the gain.
-            while loss(theta - size * step) > old * (1.0 + 1e-12) - size * gain:
+            # Near the mode the gain drowns in the rounding of the loss.
+            while loss(theta - size * step) > old - size * gain + 1e-12 * max(1.0, old):
                 size /= 2.0
         theta = theta - size * step
     raise ValueError(
@@ -737,21 +737,17 @@ class _Modes(NamedTuple):
             rows = [[0.0 * one, one], [-p, (m - 1.0) * one]]
         return np.moveaxis(np.array(rows), -1, 0)
 
-    def state_covariance(self, noise):
-        """Covariance of (phi_i, v_i) with (phi_j, v_j): [D, D, 2, 2], or [D, D, 1, 1]."""
+    def lag_zero(self, noise):
+        """Covariance of (phi_i, v_i) with phi_j: [D, D, 2], or [D, D, 1] without momentum."""
         p, q, m = self.p[:, None], self.p, self.momentum
         phi = self.response() * noise
         if m == 0:
-            return phi[..., None, None]
-        mu = 1.0 - m
+            return phi[..., None]
         if self.discrete:
-            phi_v, v_phi = (p - m * q) / ((1 + m) * mu), (q - m * p) / ((1 + m) * mu)
-            v = (p + q) / (1.0 + m)
+            v = phi * (q - m * p) / (1.0 - m**2)
         else:
-            phi_v, v_phi = (p - q) / (2.0 * mu), (q - p) / (2.0 * mu)
-            v = (p + q) / 2.0
-        ratios = np.array([[np.ones_like(v), phi_v], [v_phi, v]])
-        return phi[..., None, None] * np.moveaxis(ratios, (0, 1), (2, 3))
+            v = phi * (q - p) / (2.0 * (1.0 - m))
+        return np.stack([phi, v], axis=-1)
 
 
 def _modes(A, H, momentum, discrete):

@@ -100,6 +100,11 @@ def test_optimal_steps_by_hand():
         np.diag([0.005, 2000.0 / (1e5 + 1e5)]),
         rtol=1e-14,
     )
+    np.testing.assert_allclose(
+        theory.optimal_preconditioner(C, prior_precision=1e5, T=0.5, **scales),
+        np.diag([1000.0 / (4e5 + 5e4), 1000.0 / (1e5 + 5e4)]),
+        rtol=1e-14,
+    )
     # Eq. 36 with S: 2 / (N (C / S + E)).
     np.testing.assert_allclose(
         theory.optimal_preconditioner(C, gradient_noise=0.1, **scales),
@@ -358,6 +363,21 @@ def test_sgfs_where_the_data_are_silent(fisher, learning_rate, H_A):
     assert (H[1] if fisher == "diagonal" else H[1, 1]) * A[1, 1] == pytest.approx(H_A, rel=1e-13)
     covariance = theory.stationary_covariance(A, C, H, Q, S=S)
     np.testing.assert_allclose(covariance, T * np.linalg.inv(A) / N, atol=1e-13)
+
+
+def test_largest_sgfs_step_of_weak_data():
+    # gamma N I1 = (0, 0.3, 0.9, 1.1, 10) Lambda: N / Lambda below 1, 2 N / J above.
+    N, S, Lambda = 100, 10, 4.0
+    weight = np.array([0.0, 0.3, 0.9, 1.1, 10.0])
+    C = np.diag(weight * Lambda / ((1.0 + N / S) * N))
+    expected = N / Lambda * np.array([1.0, 1.0, 1.0, 2.0 / 2.1, 2.0 / 11.0])
+    for fisher in ("full", "diagonal"):
+        H, _ = theory.sgfs_step(
+            C, N=N, S=S, prior_precision=Lambda, learning_rate=None, fisher=fisher
+        )
+        np.testing.assert_allclose(
+            np.diag(H) if fisher == "full" else H, expected, rtol=1e-13, err_msg=fisher
+        )
 
 
 # -- momentum ---------------------------------------------------------------------------------
@@ -665,14 +685,13 @@ def test_two_class_softmax_is_logistic_regression():
     assert relative_error(difference @ two.covariance @ difference.T, one.covariance) < 1e-9
 
 
-def test_newton_converges_from_afar():
-    # Nearly separable: the undamped iteration overshoots.
-    x = np.column_stack([np.r_[np.linspace(-50, -1, 40), np.linspace(1, 50, 40)], np.ones(80)])
-    y = x[:, 0] > 0
-    posterior = theory.gaussian_posterior(x, y, model="logistic", prior_precision=1e-6)
+def test_newton_converges_where_its_full_steps_do_not():
+    x = np.repeat([[-2.9, -1.1], [0.1, 0.0], [-0.1, 0.0], [-0.4, -1.4]], [1, 10, 100, 100], axis=0)
+    y = np.repeat([1.0, 1.0, 0.0, 1.0], [1, 10, 100, 100])
+    posterior = theory.gaussian_posterior(x, y, model="logistic", prior_precision=1e-4)
     p = 1.0 / (1.0 + np.exp(-x @ posterior.mean))
-    gradient = x.T @ (p - y) + 1e-6 * posterior.mean
-    assert np.max(np.abs(gradient)) < 1e-9
+    gradient = x.T @ (p - y) + 1e-4 * posterior.mean
+    assert np.max(np.abs(gradient)) < 1e-10
 
 
 def test_relaxation_time():
@@ -770,7 +789,7 @@ def test_errors_name_the_argument_and_the_remedy(call, message):
 @pytest.mark.parametrize(
     ("x", "y", "model"),
     [
-        (np.ones((5, 2)), np.arange(5.0), "linear"),
+        (np.outer(np.arange(5.0), [0.3, 0.7]), np.arange(5.0), "linear"),
         (np.array([[-2.0], [-1.0], [1.0], [2.0]]), [0, 0, 1, 1], "logistic"),
         (np.array([[-2.0], [1.0], [-1.0], [2.0]]), [0, 0, 1, 1], "softmax"),
     ],
