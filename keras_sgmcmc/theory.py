@@ -34,7 +34,8 @@ epoch is another chain, which these formulas do not describe.
 
 References: S. Mandt, M. D. Hoffman, D. M. Blei, "Stochastic gradient descent as approximate
 Bayesian inference", JMLR 18, 2017 ("Mandt" below). S. Ahn, A. Korattikara, M. Welling, "Bayesian
-posterior sampling via stochastic gradient Fisher scoring", ICML 2012 ("Ahn").
+posterior sampling via stochastic gradient Fisher scoring", ICML 2012 ("Ahn"). C. F. Van Loan,
+"Computing integrals involving the matrix exponential", IEEE TAC 23, 1978.
 """
 
 from typing import NamedTuple
@@ -481,19 +482,10 @@ def iterate_average_covariance(
     """
     L = positive_integer("window", window)
     modes = _modes(A, H, momentum, discrete)
-    X = modes.lag_zero(modes.noise(C, Q, _batch_factor(C, S, N, replacement)))
-    F = modes.transition()
-    identity = np.eye(F.shape[-1])
-    if discrete:
-        # sum_{k=1}^{L-1} (L - k) F^k as geometric sums; I - F is invertible in a stable chain.
-        R = np.linalg.inv(identity - F)
-        lags = R @ F @ (L * identity - R @ (identity - np.linalg.matrix_power(F, L)))
-        total = L * X[..., 0]
-    else:
-        # The integral of (L - s) exp(F s) over the window.
-        R = np.linalg.inv(F)
-        lags = R @ (R @ (scipy.linalg.expm(L * F) - identity) - L * identity)
-        total = 0.0
+    noise = modes.noise(C, Q, _batch_factor(C, S, N, replacement))
+    X, F = modes.lag_zero(noise), modes.transition()
+    lags = _lag_sum(F, L, discrete)
+    total = L * X[..., 0] if discrete else 0.0
     one_sided = np.einsum("ik,ijk->ij", lags[:, 0], X)
     total = total + one_sided + one_sided.T
     return modes.to_theta(total / L**2)
@@ -776,6 +768,23 @@ def _modes(A, H, momentum, discrete):
             f"{radius:.4g}, largest eigenvalue of H A {p[-1]:.4g}. {remedy}."
         )
     return modes
+
+
+def _lag_sum(F, L, discrete):
+    """sum_{k=1}^{L-1} (L - k) F^k, or the integral of (L - s) exp(F s) over (0, L), for each F.
+
+    As the corner of a power of a larger matrix (Van Loan 1978): the geometric sums in closed form
+    cancel where L (I - F) is small.
+    """
+    k = F.shape[-1]
+    chain = np.zeros((len(F), 3 * k, 3 * k))
+    chain[:, :k, k : 2 * k] = chain[:, k : 2 * k, 2 * k :] = np.eye(k)
+    if discrete:
+        chain[:, :k, :k] = F
+        chain[:, k : 2 * k, k : 2 * k] = chain[:, 2 * k :, 2 * k :] = np.eye(k)
+        return F @ np.linalg.matrix_power(chain, L)[:, :k, 2 * k :]
+    chain[:, :k, :k] = L * F
+    return L**2 * scipy.linalg.expm(chain)[:, :k, 2 * k :]
 
 
 def _batch_factor(C, S, N, replacement):

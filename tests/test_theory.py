@@ -486,6 +486,18 @@ def test_window_of_one_is_the_iterate(problem):
     )
 
 
+def test_short_windows_of_slow_chains_keep_their_accuracy():
+    # The mean of two iterates with correlation 1 - p: (1 + 1 - p) / 2 of the variance.
+    p = 1e-9
+    iterate = theory.stationary_covariance(1.0, 1.0, p, S=1)
+    average = theory.iterate_average_covariance(1.0, 1.0, p, window=2, S=1)
+    np.testing.assert_allclose(1.0 - average / iterate, p / 2.0, rtol=1e-6)
+    # The continuous window loses L p / 3 to first order.
+    iterate = theory.stationary_covariance(1.0, 1.0, p, S=1, discrete=False)
+    average = theory.iterate_average_covariance(1.0, 1.0, p, window=300, S=1, discrete=False)
+    np.testing.assert_allclose(1.0 - average / iterate, 100.0 * p, rtol=1e-5)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.7])
 @pytest.mark.parametrize("discrete", [True, False])
 def test_long_windows_have_the_sandwich_covariance(problem, momentum, discrete):
