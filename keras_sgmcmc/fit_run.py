@@ -257,7 +257,7 @@ def _is_distributed(iterator):
 
 def _source(iterator):
     """The `Minibatches` upstream of an iterator or None, and whether it may regroup their rows."""
-    worker = iterator._iterators[0] if _is_distributed(iterator) else iterator
+    worker = getattr(iterator, "_iterators", [iterator])[0]
     upstream = [(getattr(worker, "_dataset", None), False)]
     while upstream:
         dataset, regrouped = upstream.pop()
