@@ -30,3 +30,26 @@ def is_eager():
 def traced(function):
     """`function` as a graph that is traced once."""
     return tf.function(function, autograph=False)
+
+
+def conditionally(predicate, function):
+    """Run `function()`, which assigns to variables, if a scalar tensor is true, in any step."""
+
+    def branch():
+        function()
+        return tf.constant(0)
+
+    if replicas() == 1:
+        tf.cond(predicate, branch, lambda: tf.constant(0))
+        return
+
+    # Assignments to mirrored variables can't stand in a branch of one replica's own.
+    def across(strategy, predicate):
+        local = strategy.experimental_local_results(predicate)[0]
+        tf.cond(
+            local,
+            lambda: (strategy.extended.call_for_each_replica(function), tf.constant(0))[1],
+            lambda: tf.constant(0),
+        )
+
+    tf.distribute.get_replica_context().merge_call(across, args=(predicate,))

@@ -1,6 +1,13 @@
 from keras_sgmcmc.callbacks.chain_monitor import ChainMonitor
+from keras_sgmcmc.callbacks.gradient_noise import GradientNoise
 from keras_sgmcmc.callbacks.in_graph_callback import InGraphCallback
 from keras_sgmcmc.callbacks.posterior_samples import PosteriorSamples
 from keras_sgmcmc.callbacks.step_size_annealing import StepSizeAnnealing
 
-__all__ = ["ChainMonitor", "InGraphCallback", "PosteriorSamples", "StepSizeAnnealing"]
+__all__ = [
+    "ChainMonitor",
+    "GradientNoise",
+    "InGraphCallback",
+    "PosteriorSamples",
+    "StepSizeAnnealing",
+]

@@ -1,8 +1,8 @@
 """Sums of per-example gradients and of their squares or products, over a batch."""
 
-import dataclasses
 import math
 import warnings
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,6 +18,8 @@ STRUCTURES = ("diagonal", "block", "full")
 # Temporary arrays of the general way; matrices may take as much again.
 MEMORY_BUDGET = 2**30
 _CHECKED_EXAMPLES = 4
+# A number that no other axis is likely to have.
+_PROBED_EXAMPLES = 97
 # Share of the budget that a chunk of examples may take.
 _CHUNK_SHARE = 8
 _LONGEST_CHUNK = 256
@@ -28,8 +30,7 @@ _CONTROL_FLOW = ("While", "StatelessWhile", "If", "StatelessIf")
 _UNSAFE_WITHOUT_XLA = ("Einsum", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
 
 
-@dataclasses.dataclass
-class Moments:
+class Moments(NamedTuple):
     """Sums over the examples i of a batch, with c_i the gradient of example i's own loss.
 
     For microbatches read "group j of m_j examples" for example, c_j for the sum of their gradients,
@@ -174,13 +175,14 @@ class PerExampleGradients:
         return _Sums(self, plan, data, record if plan.shared else None).errors()
 
     @property
+    def is_half(self):
+        """Whether a layer computes in half precision."""
+        return any("16" in layer.compute_dtype for layer in self.model._flatten_layers())
+
+    @property
     def tolerance(self):
         """Largest error in `verify` that rounding explains."""
-        half = any(
-            keras.backend.is_float_dtype(layer.compute_dtype) and "16" in layer.compute_dtype
-            for layer in self.model._flatten_layers(include_self=False)
-        )
-        return 5e-2 if half else 1e-4
+        return 0.1 if self.is_half else 1e-4
 
 
 class Plan:
@@ -201,16 +203,18 @@ class Plan:
         layers = [(layer, rule_of(layer)) for layer in taps.supported_layers(model)]
         unseen = {}
 
+        examples = passes.tensors(data)[0].shape[0] or _PROBED_EXAMPLES
+
         def probe(data):
             record, gradients = passes.backward(
-                model, data, variables, [layer for layer, _ in layers], frozen=True
+                model, data, variables, [layer for layer, _ in layers], frozen=examples
             )
             unseen.update(record.unseen)
             used = [gradient is not None for gradient in gradients]
             reached.extend(used)
 
         reached = []
-        passes.traced(probe, data)
+        passes.traced(probe, data, [examples])
         owners = {id(v): layer for layer, _ in layers for v in layer.trainable_variables}
         shared_owner = _shared_variables([layer for layer, _ in layers])
         self.reasons, self.closed = {}, []
@@ -321,6 +325,12 @@ class _Sums:
             self.gradients = dict(zip(self.plan.closed, gradients, strict=True))
             scale = scale_loss(tf.constant(1.0))
         self.factor = tf.cast(self.examples, "float64") / tf.cast(scale, "float64")
+
+    def _one_example_scale(self):
+        """What scales the loss of one example alone like that of the batch, and its value."""
+        scale_loss = _scale_loss(self.model)
+        share = 1.0 / tf.cast(self.examples, "float32")
+        return lambda loss: scale_loss(loss) * tf.cast(share, loss.dtype), scale_loss(share)
 
     def sources(self):
         """dict of position to the `Source` of a variable that goes by a closed form."""
@@ -472,11 +482,13 @@ class _Sums:
             some = pick(tensor, start * self.group, count * self.group)
             lengths = [size(some, axis) for axis in range(1, len(some.shape))]
             rows.append(tf.reshape(some, [count, self.group, *lengths]))
+        scale_loss, scale = self._one_example_scale()
         gradients = vectorized_gradients(
-            self.model, self._general_variables(), self.data, rows, self.plan.mode
+            self.model, self._general_variables(), self.data, rows, self.plan.mode, scale_loss
         )
         real = start + tf.range(count) < self.examples // self.group
-        return [_where(real, gradient) * self.group for gradient in gradients]
+        factor = self.group / tf.cast(scale, "float64")
+        return [_where(real, g) * tf.cast(factor, g.dtype) for g in gradients]
 
     # The check.
 
@@ -484,8 +496,7 @@ class _Sums:
         sources = {index: s.scaled(self.factor) for index, s in self.sources().items()}
         variables = [self.variables[i] for i in self.plan.closed]
         number = tf.minimum(_CHECKED_EXAMPLES, self.examples)
-        scale_loss = _scale_loss(self.model)
-        scale = scale_loss(tf.constant(1.0))
+        scale_loss, scale = self._one_example_scale()
 
         def example(index, worst):
             one = passes.with_tensors(self.data, [pick(t, index, 1) for t in self.tensors])
@@ -515,12 +526,12 @@ class _Sums:
             parallel_iterations=1,
         )[1]
         # A layer whose gradients vanish is compared with the others.
-        floor = 1e-3 * tf.reduce_max(worst[:, 1]) + 1e-30
+        floor = (5e-2 if self.estimator.is_half else 1e-3) * tf.reduce_max(worst[:, 1]) + 1e-30
         errors = worst[:, 0] / tf.maximum(worst[:, 1], floor)
         return tf.scatter_nd(tf.constant(self.plan.closed)[:, None], errors, [len(self.variables)])
 
 
-def vectorized_gradients(model, variables, data, rows, mode):
+def vectorized_gradients(model, variables, data, rows, mode, scale=None):
     """Gradients of the mean losses of groups of examples.
 
     Args:
@@ -529,13 +540,14 @@ def vectorized_gradients(model, variables, data, rows, mode):
         data: A batch, for its structure.
         rows: Its tensors: [groups, examples of a group, ...].
         mode: "xla", "graph" or "loop", which takes one group.
+        scale: Function that scales the loss. Defaults to None.
 
     Returns:
         One tensor for each variable: [groups, *shape].
     """
 
     def gradients(flat):
-        _, found = passes.backward(model, passes.with_tensors(data, flat), variables)
+        _, found = passes.backward(model, passes.with_tensors(data, flat), variables, scale=scale)
         return [
             tf.zeros(v.shape, v.dtype) if g is None else tf.cast(compilation.densify(g), v.dtype)
             for g, v in zip(found, variables, strict=True)

@@ -63,7 +63,7 @@ def _without_penalties(variables):
             variable.regularizer = regularizer
 
 
-def backward(model, data, variables, layers=(), scale=None, frozen=False):
+def backward(model, data, variables, layers=(), scale=None, frozen=None):
     """One pass in inference mode: its `Record`, and the gradients of the mean loss.
 
     Args:

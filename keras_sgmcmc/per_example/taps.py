@@ -44,7 +44,7 @@ class Record:
         scale: What the loss was multiplied by, by the optimizer.
     """
 
-    def __init__(self, frozen=False):
+    def __init__(self, frozen=None):
         self.calls = {}
         self.unseen = {}
         self.gradients = self.scale = None
@@ -62,15 +62,17 @@ class Record:
         if not self.here():
             self.unseen[id(layer)] = "is called inside a function, a loop or a branch of its own"
             return original(*args, **kwargs)
-        if self.frozen:
-            # Its variables give no gradient here: what is left comes from other uses of them.
-            values = [(v, tf.stop_gradient(v.value)) for v in layer.trainable_variables]
-            with keras.StatelessScope(state_mapping=values):
-                return original(*args, **kwargs)
         inputs = args[0] if len(args) == 1 else None
         if not tf.is_tensor(inputs) or isinstance(inputs, tf.SparseTensor | tf.RaggedTensor):
             self.unseen[id(layer)] = "is not called on one dense tensor"
             return original(*args, **kwargs)
+        if self.frozen is not None:
+            if inputs.shape[0] != self.frozen:
+                self.unseen[id(layer)] = "is called on something that isn't the batch"
+            # Its variables give no gradient here: what is left comes from other uses of them.
+            values = [(v, tf.stop_gradient(v.value)) for v in layer.trainable_variables]
+            with keras.StatelessScope(state_mapping=values):
+                return original(*args, **kwargs)
         record = Call(inputs, functools.partial(original, *args, **kwargs))
         self.calls.setdefault(id(layer), []).append(record)
         activation = vars(layer).get("activation")
@@ -97,13 +99,15 @@ class Record:
 
 
 @contextlib.contextmanager
-def recording(layers, optimizer=None, frozen=False):
+def recording(layers, optimizer=None, frozen=None):
     """A `Record` of what runs in this thread while the context lasts.
 
     Args:
         layers: The layers to tap.
         optimizer: An optimizer whose gradients to note.
-        frozen: Record nothing, but cut the gradients of the layers' variables inside their calls.
+        frozen: Number of examples of the batch: record nothing, but cut the gradients of the
+            layers' variables inside their calls, and compare what they are called on with it.
+            Defaults to None.
     """
     record = Record(frozen)
     before = getattr(_thread, "record", None)
