@@ -1,17 +1,24 @@
-"""What a sampler's step costs beside the plain optimizer's, side by side through `fit`.
+"""What samplers and gradient noise cost beside plain steps, side by side through `fit`.
 
     python tools/benchmark.py
+    python tools/benchmark.py noise
 
-trains an MLP 784-400-400-10 (batch 100) and a small CNN with SGD, SGLD, RMSprop and pSGLD. The
-optimizers take turns, so that a change of the machine's speed meets all of them; the table shows
-the median time a step and the median of the ratios within a turn.
+The first trains an MLP 784-400-400-10 and a small CNN (batch 100) with SGD, SGLD, RMSprop, pSGLD.
+The second trains such models with pSGLD, without and with `GradientNoise`: every step, every tenth,
+and with `tf.vectorized_map` in place of the closed forms; it ends with the peak memory of each, and
+the cost of a full covariance. What is compared takes turns, so that a change of the machine's speed
+meets all of it; tables show medians of the time a step, and of the ratios within a turn.
 """
 
 import argparse
 import json
 import os
+import resource
 import statistics
+import subprocess
+import sys
 import time
+import warnings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -41,14 +48,14 @@ def mlp():
     )
 
 
-def cnn():
+def cnn(filters=(32, 32)):
     return keras.Sequential(
         [
             keras.Input((784,)),
             keras.layers.Reshape((28, 28, 1)),
-            keras.layers.Conv2D(32, 5, activation="relu"),
+            keras.layers.Conv2D(filters[0], 5, activation="relu"),
             keras.layers.MaxPooling2D(2),
-            keras.layers.Conv2D(32, 5, activation="relu"),
+            keras.layers.Conv2D(filters[1], 5, activation="relu"),
             keras.layers.MaxPooling2D(2),
             keras.layers.Flatten(),
             keras.layers.Dense(200, "relu"),
@@ -57,63 +64,150 @@ def cnn():
     )
 
 
-def measure(build, jit_compile, steps, repeats, batch_size=100):
-    """Milliseconds a step of every optimizer, one list entry a turn."""
+def compiled(build, optimizer, jit_compile):
+    keras.utils.set_random_seed(0)
+    model = build()
+    loss = "sparse_categorical_crossentropy"
+    model.compile(optimizer=optimizer, loss=loss, jit_compile=jit_compile)
+    return model
+
+
+def arrays(rows, width=784):
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((steps * batch_size, 784)).astype("float32")
-    y = rng.integers(0, 10, steps * batch_size)
-    models = {}
-    for name, make in OPTIMIZERS.items():
-        keras.utils.set_random_seed(0)
-        models[name] = build()
-        models[name].compile(
-            optimizer=make(), loss="sparse_categorical_crossentropy", jit_compile=jit_compile
-        )
+    return rng.standard_normal((rows, width)).astype("float32"), rng.integers(0, 10, rows)
+
+
+def measure(variants, steps, repeats, batch_size=100, width=784):
+    """Milliseconds a step of each variant, (model, callbacks), one list entry a turn."""
+    x, y = arrays(steps * batch_size, width)
+    for model, callbacks in variants.values():
         # Tracing and compiling are over before the clock starts.
-        models[name].fit(x[: 5 * batch_size], y[: 5 * batch_size], batch_size, verbose=0)
-    times = {name: [] for name in models}
+        some = slice(5 * batch_size)
+        model.fit(x[some], y[some], batch_size, verbose=0, callbacks=callbacks)
+    times = {name: [] for name in variants}
     for _ in range(repeats):
-        for name, model in models.items():
+        for name, (model, callbacks) in variants.items():
             start = time.perf_counter()
-            model.fit(x, y, batch_size, verbose=0)
+            model.fit(x, y, batch_size, verbose=0, callbacks=callbacks)
             times[name].append(1e3 * (time.perf_counter() - start) / steps)
     return times
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=9, help="turns of each optimizer")
-    parser.add_argument("--mlp-steps", type=int, default=200, help="steps a turn on the MLP")
-    parser.add_argument("--cnn-steps", type=int, default=25, help="steps a turn on the CNN")
-    parser.add_argument("--json", help="write the medians and ratios to this file as well")
-    args = parser.parse_args()
+def table(label, times, baseline):
+    """Print a line for each variant; the same as dicts."""
+    rows = []
+    for name, values in times.items():
+        base = baseline[name]
+        ratio = statistics.median(a / b for a, b in zip(values, times[base], strict=True))
+        row = {"model": label, "variant": name, "ms_per_step": statistics.median(values)}
+        rows.append({**row, "baseline": base, "ratio": ratio})
+        print(f"{label:32} {name:26} {row['ms_per_step']:8.2f}  {ratio:.2f} x {base}", flush=True)
+    return rows
 
-    cases = [
+
+def benchmark_optimizers(args):
+    rows = []
+    for label, build, jit_compile, steps in [
         ("MLP 784-400-400-10", mlp, "auto", args.mlp_steps),
         ("MLP 784-400-400-10", mlp, True, args.mlp_steps),
         ("CNN", cnn, "auto", args.cnn_steps),
-    ]
+    ]:
+        variants = {
+            name: (compiled(build, make(), jit_compile), []) for name, make in OPTIMIZERS.items()
+        }
+        times = measure(variants, steps, args.repeats)
+        rows += table(f"{label}, jit_compile={jit_compile}", times, BASELINE)
+    return rows
+
+
+class GeneralWay(sg.callbacks.GradientNoise):
+    """`GradientNoise` without closed forms."""
+
+    def create_state(self):
+        super().create_state()
+        self._estimator.reject(dict.fromkeys(range(len(self._estimator.variables)), "benchmark"))
+
+
+NOISE = {
+    "plain step": lambda: [],
+    "noise every step": lambda: [sg.callbacks.GradientNoise()],
+    "noise every 10 steps": lambda: [sg.callbacks.GradientNoise(every=10)],
+    "vectorized_map every step": lambda: [GeneralWay()],
+    "vectorized_map, groups of 10": lambda: [GeneralWay(microbatch_size=10)],
+}
+NOISE_MODELS = {
+    "MLP 784-400-400-10": mlp,
+    "CNN 5x5, 32 and 64 filters": lambda: cnn((32, 64)),
+}
+
+
+def sampler():
+    return sg.pSGLD(1e-4, train_size=TRAIN_SIZE, prior=1.0)
+
+
+def benchmark_noise(args):
+    warnings.simplefilter("ignore")
     rows = []
-    print(f"{'model':20} {'jit_compile':12} {'optimizer':9} {'ms/step':>8}  ratio")
-    for label, build, jit_compile, steps in cases:
-        times = measure(build, jit_compile, steps, args.repeats)
-        for name, values in times.items():
-            base = BASELINE[name]
-            ratio = statistics.median(a / b for a, b in zip(values, times[base], strict=True))
-            rows.append(
-                {
-                    "model": label,
-                    "jit_compile": jit_compile,
-                    "optimizer": name,
-                    "ms_per_step": statistics.median(values),
-                    "baseline": base,
-                    "ratio": ratio,
-                }
-            )
-            print(
-                f"{label:20} {jit_compile!s:12} {name:9} {rows[-1]['ms_per_step']:8.2f}"
-                f"  {ratio:.2f} x {base}"
-            )
+    for label, steps in (
+        ("MLP 784-400-400-10", args.mlp_steps),
+        ("CNN 5x5, 32 and 64 filters", args.cnn_steps),
+    ):
+        variants = {
+            name: (compiled(NOISE_MODELS[label], sampler(), "auto"), callbacks())
+            for name, callbacks in NOISE.items()
+        }
+        times = measure(variants, steps, args.repeats)
+        rows += table(label, times, dict.fromkeys(times, "plain step"))
+        base = None
+        for name in list(NOISE)[:2]:
+            command = [sys.executable, __file__, "memory", "--model", label, "--variant", name]
+            peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            base = base or peak
+            rows.append({"model": label, "variant": name, "peak_kb": peak, "ratio": peak / base})
+            print(f"{label:32} {name:26} {peak / 1024:6.0f} MB  {peak / base:.2f} x plain step")
+
+    def small():
+        layers = [keras.layers.Dense(42, "tanh"), keras.layers.Dense(10, "softmax")]
+        return keras.Sequential([keras.Input((11,)), *layers])
+
+    parameters = small().count_params()
+    variants = {
+        "plain step": (compiled(small, sampler(), "auto"), []),
+        "full covariance every step": (
+            compiled(small, sampler(), "auto"),
+            [sg.callbacks.GradientNoise(structure="full")],
+        ),
+    }
+    times = measure(variants, 20, args.repeats, batch_size=2000, width=11)
+    label = f"MLP of {parameters} weights, batch 2000"
+    return rows + table(label, times, dict.fromkeys(times, "plain step"))
+
+
+def report_memory(args):
+    """Print the peak memory of a process that trains one variant, in kB."""
+    warnings.simplefilter("ignore")
+    model = compiled(NOISE_MODELS[args.model], sampler(), "auto")
+    x, y = arrays(2000)
+    model.fit(x, y, 100, epochs=2, verbose=0, callbacks=NOISE[args.variant]())
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "what", nargs="?", default="optimizers", choices=["optimizers", "noise", "memory"]
+    )
+    parser.add_argument("--repeats", type=int, default=9, help="turns of each variant")
+    parser.add_argument("--mlp-steps", type=int, default=200, help="steps a turn on the MLP")
+    parser.add_argument("--cnn-steps", type=int, default=25, help="steps a turn on the CNN")
+    parser.add_argument("--json", help="write the medians and ratios to this file as well")
+    parser.add_argument("--model", choices=NOISE_MODELS, help="for memory")
+    parser.add_argument("--variant", choices=NOISE, help="for memory")
+    args = parser.parse_args()
+    if args.what == "memory":
+        report_memory(args)
+        return
+    rows = benchmark_noise(args) if args.what == "noise" else benchmark_optimizers(args)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(rows, file, indent=1)

@@ -199,26 +199,35 @@ class GradientNoise(InGraphCallback):
 
     def wrap(self, step):
         def wrapped(data):
-            before = tf.convert_to_tensor(self.optimizer.iterations)
+            number, due = self._next_step()
+            self._verify(data)
+            if not self._estimator.plan(data).shared:
+                # At the weights that the batch finds, not at those that it has moved.
+                self._measure(data, None, due, number)
+                return step(data)
             with self._estimator.recording(data) as record:
                 logs = step(data)
-            after = tf.convert_to_tensor(self.optimizer.iterations)
-            # A step that loss scaling skips, or that only accumulates, moves nothing.
-            due = tf.logical_and(after > before, after % self.every == 0)
-            self._verify(data, record)
-            self._measure(data, record, due, after)
+            self._measure(data, record, due, number)
             return logs
 
         return wrapped
 
-    def _verify(self, data, record):
+    def _next_step(self):
+        """The number that `iterations` will have, and whether an estimate is due."""
+        batches = tf.convert_to_tensor(self.optimizer._iterations) + 1
+        accumulated = self.optimizer.gradient_accumulation_steps or 1
+        number = batches // accumulated
+        due = tf.logical_and(batches % accumulated == 0, number % self.every == 0)
+        return number, due
+
+    def _verify(self, data):
         if not self._awaiting_verification:
             return
         verified = tf.convert_to_tensor(self._verified)
         errors = tf.cond(
             verified > 0,
             lambda: tf.convert_to_tensor(self._errors),
-            lambda: self._estimator.verify(data, record),
+            lambda: self._estimator.verify(data),
         )
         # A step that loss scaling skips says nothing.
         finite = tf.reduce_all(tf.math.is_finite(errors))

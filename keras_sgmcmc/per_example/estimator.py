@@ -164,7 +164,7 @@ class PerExampleGradients:
             self.reject(wrong)
         return bool(wrong)
 
-    def verify(self, data, record=None):
+    def verify(self, data):
         """Largest error of the closed form of each variable, on four examples.
 
         Returns:
@@ -172,7 +172,7 @@ class PerExampleGradients:
             the largest gradient; 0 for variables that go the general way.
         """
         plan = self.plan(data)
-        return _Sums(self, plan, data, record if plan.shared else None).errors()
+        return _Sums(self, plan, data, None).errors()
 
     @property
     def is_half(self):
@@ -215,6 +215,7 @@ class Plan:
 
         reached = []
         passes.traced(probe, data, [examples])
+        sources = self._try_rules(estimator, data, layers, unseen)
         owners = {id(v): layer for layer, _ in layers for v in layer.trainable_variables}
         shared_owner = _shared_variables([layer for layer, _ in layers])
         self.reasons, self.closed = {}, []
@@ -233,6 +234,8 @@ class Plan:
                 reason = "it is used outside its layer's call"
             elif id(owner) in unseen:
                 reason = f"layer {owner.name} {unseen[id(owner)]}"
+            elif id(variable) not in sources.get(id(owner), {id(variable)}):
+                reason = "its layer's rule gives no source for it"
             else:
                 self.closed.append(index)
                 continue
@@ -245,11 +248,35 @@ class Plan:
         ]
         self.general = [i for i in range(len(variables)) if i not in set(self.closed)]
         own_step = type(model).train_step is not keras.Model.train_step
-        self.shared = bool(self.layers) and not own_step
+        # Where a pass is made for some variables, it serves the others too.
+        self.shared = bool(self.layers) and not self.general and not own_step
         self.shared = self.shared and passes.trains_as_it_predicts(model, data)
         self.mode, self.example_bytes = None, 0
         if self.general:
             self._choose_mode(estimator, data)
+
+    @staticmethod
+    def _try_rules(estimator, data, layers, unseen):
+        """dict of layer to the variables (all by `id`) that its rule has sources for.
+
+        Layers whose rule does not apply are noted in `unseen`.
+        """
+        sources = {}
+
+        def attempt(data):
+            tapped = [layer for layer, _ in layers if id(layer) not in unseen]
+            record, _ = passes.backward(estimator.model, data, estimator.variables, tapped)
+            for layer, rule in layers:
+                calls = [c for c in record.calls.get(id(layer), []) if c.delta is not None]
+                if not calls:
+                    continue
+                try:
+                    sources[id(layer)] = {id(source.variable) for source in rule(layer, calls)}
+                except NotImplementedError as error:
+                    unseen[id(layer)] = f"has no closed form: {error}"
+
+        passes.traced(attempt, data)
+        return sources
 
     def _choose_mode(self, estimator, data):
         model = estimator.model
