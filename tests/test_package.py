@@ -19,6 +19,7 @@ PUBLIC = {
     "DivergenceError",
     "callbacks",
     "optimizers",
+    "reference",
     "schedules",
     "theory",
 }
@@ -27,7 +28,13 @@ PUBLIC = {
 def test_public_names_exist():
     assert set(sg.__all__) == PUBLIC
     assert all(hasattr(sg, name) for name in PUBLIC)
-    assert set(sg.callbacks.__all__) == {"ChainMonitor", "PosteriorSamples", "StepSizeAnnealing"}
+    assert set(sg.callbacks.__all__) == {
+        "ChainMonitor",
+        "GradientNoise",
+        "InGraphCallback",
+        "PosteriorSamples",
+        "StepSizeAnnealing",
+    }
 
 
 def test_every_public_class_has_a_docstring_and_is_registered_under_the_package():
