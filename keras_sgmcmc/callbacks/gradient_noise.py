@@ -20,6 +20,9 @@ from keras_sgmcmc.per_example import Moments, PerExampleGradients
 from keras_sgmcmc.per_example.estimator import MEMORY_BUDGET, STRUCTURES
 from keras_sgmcmc.validation import positive_integer, real_number
 
+# Enough for the tail index.
+_TAIL_COORDINATES = 10_000
+
 
 @keras.saving.register_keras_serializable(package="keras_sgmcmc")
 class GradientNoise(InGraphCallback):
@@ -149,8 +152,8 @@ class GradientNoise(InGraphCallback):
 
         2 is Gaussian, less has heavier tails. For X_k, the coordinates of the batch gradient in
         units of their standard deviation, Var(log |X|) = (pi^2 / 6) (1 / alpha^2 + 1 / 2) (Ma &
-        Nikias 1995), over coordinates and steps. It means something where the gradient is mostly
-        noise, which is after burn-in.
+        Nikias 1995), over up to 10,000 coordinates and all steps. It means something where the
+        gradient is mostly noise, which is after burn-in.
         """
         self._check_started()
         count, mean, square = (float(value) for value in self._log_moments.numpy())
@@ -265,37 +268,44 @@ class GradientNoise(InGraphCallback):
         zeros = [tf.constant(0.0)] * len(second)
         return Moments(first, second, zeros, zeros)
 
-    def _update(self, moments, step, valid):
-        structure = self._estimator.structure
-        estimates = estimate(moments, self._estimator.blocks)
-        number = moments.examples[0]
-        means = tf.concat(
-            [tf.reshape(f, [-1]) / tf.cast(number, f.dtype) for f in moments.first], 0
-        )
-        traces = [tf.reduce_sum(variances) for variances in diagonals(estimates, structure)]
-        total = tf.cast(tf.add_n(traces), "float32")
-        square = tf.cast(tf.reduce_sum(tf.square(means)), "float32")
-        finite = tf.math.is_finite(total) & tf.math.is_finite(square)
-        valid = tf.logical_and(finite, valid)
+    def _update(self, moments, step, due):
         warmup = tf.cast(getattr(self.optimizer, "warmup_steps", None) or 0, step.dtype)
         settled = step > warmup
         first_settled = tf.logical_and(settled, step - self.every <= warmup)
+        # Many cheap operations on arrays as large as the weights: fused they cost one pass.
+        # Assignments that are passed to other replicas can't be compiled.
+        average = self._add if compilation.replicas() > 1 else compilation.compiled(self._add)
+        average(moments, tf.convert_to_tensor(due), settled, first_settled)
+        self._feed(settled)
+        return tf.constant(0)
+
+    def _add(self, moments, valid, settled, first_settled):
+        """Add the moments of a batch to the averages, if they are valid."""
+        structure = self._estimator.structure
+        number = moments.examples[0]
+        estimates = estimate(moments, self._estimator.blocks)
+        variances = diagonals(estimates, structure)
+        total = tf.add_n([tf.cast(tf.reduce_sum(v), "float32") for v in variances])
+        squares = [tf.reduce_sum(tf.square(first)) for first in moments.first]
+        square = tf.add_n([tf.cast(s, "float32") for s in squares]) / tf.square(number)
+        valid &= tf.math.is_finite(total) & tf.math.is_finite(square)
         rate = self._average.update(estimates, number, valid, first_settled)
         old = tf.convert_to_tensor(self._square_gradient)
         square -= total / number
         self._square_gradient.assign(tf.where(valid, old + rate * (square - old), old))
-        self._update_log_moments(means, number, tf.logical_and(valid, settled))
-        self._feed(settled)
-        return tf.constant(0)
+        self._add_logs(moments.first, number, valid & settled)
 
-    def _update_log_moments(self, mean, number, valid):
-        variances = diagonals(self._average.entries, self._estimator.structure)
-        mean = tf.cast(mean, "float32")
-        variance = tf.cast(tf.concat(variances, 0), "float32") / number
+    def _add_logs(self, first, number, valid):
+        """Add to the moments of log |X| from which the tail index comes."""
+        averages = diagonals(self._average.entries, self._estimator.structure)
+        every = -(-sum(math.prod(f.shape) for f in first) // _TAIL_COORDINATES)
+        # The variances of a block's variables follow each other like the variables.
+        mean = tf.concat([tf.cast(tf.reshape(f, [-1]), "float32") for f in first], 0)[::every]
+        variance = tf.concat([tf.cast(v, "float32") for v in averages], 0)[::every]
         usable = (mean != 0.0) & (variance > 0.0) & valid
-        squares = tf.square(mean / tf.sqrt(tf.where(usable, variance, 1.0)))
-        usable &= squares > 0.0
-        logs = 0.5 * tf.math.log(tf.where(usable, squares, 1.0))
+        ratios = tf.square(mean / tf.sqrt(tf.where(usable, number * variance, 1.0)))
+        usable &= ratios > 0.0
+        logs = 0.5 * tf.math.log(tf.where(usable, ratios, 1.0))
         count = tf.reduce_sum(tf.cast(usable, "float32"))
         sums = tf.stack([tf.reduce_sum(logs), tf.reduce_sum(tf.square(logs))])
         old = tf.convert_to_tensor(self._log_moments)
