@@ -22,6 +22,14 @@ def replicas():
     return tf.distribute.get_strategy().num_replicas_in_sync
 
 
+def is_distributed():
+    """Whether a distribution strategy governs what runs now, be it one of a single replica.
+
+    Under one an update changes context, which neither a function of its own nor a branch may do.
+    """
+    return tf.distribute.has_strategy()
+
+
 def is_eager():
     """Whether operations run at once rather than being traced."""
     return tf.executing_eagerly()
@@ -39,7 +47,7 @@ def conditionally(predicate, function):
         function()
         return tf.constant(0)
 
-    if replicas() == 1:
+    if not is_distributed():
         tf.cond(predicate, branch, lambda: tf.constant(0))
         return
 

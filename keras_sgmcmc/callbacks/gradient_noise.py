@@ -238,7 +238,7 @@ class GradientNoise(InGraphCallback):
         self._verified.assign(tf.maximum(verified, tf.cast(finite, verified.dtype)))
 
     def _measure(self, data, record, due, step):
-        if compilation.replicas() == 1:
+        if not compilation.is_distributed():
             tf.cond(
                 due,
                 lambda: self._update(self._moments(data, record), step, True),
@@ -274,7 +274,8 @@ class GradientNoise(InGraphCallback):
         first_settled = tf.logical_and(settled, step - self.every <= warmup)
         # Many cheap operations on arrays as large as the weights: fused they cost one pass.
         # Assignments that are passed to other replicas can't be compiled.
-        average = self._add if compilation.replicas() > 1 else compilation.compiled(self._add)
+        compiles = not compilation.is_distributed()
+        average = compilation.compiled(self._add) if compiles else self._add
         average(moments, tf.convert_to_tensor(due), settled, first_settled)
         self._feed(settled)
         return tf.constant(0)

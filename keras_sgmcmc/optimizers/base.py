@@ -162,7 +162,7 @@ class Sampler(keras.optimizers.Optimizer):
 
     def update_step(self, gradient, variable, learning_rate):
         """Move one variable: theta <- theta - H (g + grad(-log p) / N) + sqrt(Q) z."""
-        if self.jit_compile and compilation.replicas() > 1 and not compilation.is_eager():
+        if self.jit_compile and compilation.is_distributed() and not compilation.is_eager():
             # `apply` reduces over replicas, which XLA can't compile; the move of one variable can.
             rate = ops.cast(learning_rate, variable.dtype)
             compilation.compiled(lambda g, rate: self._move(g, variable, rate))(gradient, rate)
@@ -218,7 +218,7 @@ class Sampler(keras.optimizers.Optimizer):
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
         curvature = self.curvature(grads, trainable_variables)
-        if not self.jit_compile or compilation.replicas() > 1:
+        if not self.jit_compile or compilation.is_distributed():
             self._apply(grads, trainable_variables, curvature)
             return
         indices = tuple(self._get_variable_index(variable) for variable in trainable_variables)

@@ -1,5 +1,6 @@
 """One step worked by hand; T = 0 is the plain optimizer; the same chain in every mode."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -631,3 +632,18 @@ def test_two_replicas_stay_equal_and_the_variance_is_right():
         [sys.executable, "-c", MIRRORED], capture_output=True, text=True, check=False
     )
     assert "mirrored: all right" in done.stdout, done.stderr[-3000:]
+
+
+def test_strategy_of_one_replica():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    x = np.random.default_rng(0).standard_normal((16, 3)).astype("float32")
+    weights = []
+    for scope in (contextlib.nullcontext, strategy.scope):
+        with scope():
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile(optimizer=sg.SGLD(0.1, train_size=16, prior=1.0, seed=1), loss="mae")
+        model.fit(x, x[:, :1], batch_size=16, epochs=3, verbose=0)
+        weights.append(model.get_weights())
+    for alone, distributed in zip(*weights, strict=True):
+        np.testing.assert_allclose(alone, distributed, atol=1e-6)
