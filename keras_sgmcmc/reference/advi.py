@@ -63,8 +63,9 @@ def advi(
 
     is maximised over m and log s by Adam on reparameterised gradients, whose z come in pairs
     (z, -z). The learning rate is constant for the first half and then falls linearly to 0. Over
-    this second half m and log s are averaged, which leaves little of the gradients' noise. If the loss is a normalised -log density and T = 1, the ELBO
-    bounds the log evidence log p(y | x) from below.
+    this second half m and log s are averaged, which leaves little of the gradients' noise. If the
+    loss is a normalised -log density and T = 1, the ELBO bounds the log evidence log p(y | x) from
+    below.
 
     Mean-field variances are too small where weights are correlated: for a Gaussian posterior of
     precision matrix P they are 1/P_ii rather than (P^-1)_ii.
@@ -166,7 +167,7 @@ def _ascend(potential, pairs, steps):
             square = _BETA_2 * square + (1.0 - _BETA_2) * tf.square(gradient)
             t = tf.cast(step + 1, dtype)
             unbiased = mean / (1.0 - _BETA_1**t), square / (1.0 - _BETA_2**t)
-            left = tf.minimum(1.0, 2.0 * (1.0 - tf.cast(step, dtype) / steps))
+            left = tf.minimum(tf.ones((), dtype), 2.0 * (1.0 - tf.cast(step, dtype) / steps))
             parameters += rate * left * unbiased[0] / (tf.sqrt(unbiased[1]) + _EPSILON)
             averaged = tf.cast(tf.maximum(step - steps // 2, 0) + 1, dtype)
             average += (parameters - average) / averaged

@@ -100,7 +100,8 @@ class Potential:
 
     def _check_arithmetic(self):
         """Warn where the energies that decide on acceptance are lost to rounding."""
-        loss, sampler = float(self._mean_loss(self.values(self.start), self.data)), None
+        loss = self._mean_loss(self.values(self.start), self.data)
+        loss, dtype = float(loss), loss.dtype
         if not math.isfinite(loss):
             raise ValueError(
                 f"The loss is {loss} at the model's current weights, where the chains start. "
@@ -117,12 +118,13 @@ class Potential:
         constrained = [v.path for v in self.variables if getattr(v, "constraint", None) is not None]
         if constrained:
             warnings.warn(f"The constraints of {constrained} are ignored.", stacklevel=5)
-        rounding = self.train_size * abs(loss) * np.finfo(self.dtype.as_numpy_dtype).eps
+        rounding = self.train_size * abs(loss) * np.finfo(dtype.as_numpy_dtype).eps
         if rounding / self.temperature > 0.1:
             warnings.warn(
                 f"U = {self.train_size * loss:.3g} is rounded to about {rounding:.1g} in "
-                f"{self.dtype.name}, which blurs the acceptance of proposals. Build the model in "
-                "float64: keras.config.set_floatx('float64').",
+                f"{dtype.name}, which blurs the acceptance of proposals. Call keras.config."
+                "set_floatx('float64') and set_dtype_policy('float64') before building and "
+                "compiling the model.",
                 stacklevel=5,
             )
 
@@ -156,7 +158,7 @@ class Potential:
             loss = self.model._compute_loss(
                 x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=False
             )
-        return tf.cast(loss, self.dtype)
+        return loss
 
     def _log_prior(self, values):
         total = tf.zeros((), self.dtype)
@@ -170,7 +172,8 @@ class Potential:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(vector)
             values = self.values(vector)
-            energy = self.train_size * self._mean_loss(values, data) - self._log_prior(values)
+            loss = tf.cast(self._mean_loss(values, data), self.dtype)
+            energy = self.train_size * loss - self._log_prior(values)
             log_prob = -energy / self.temperature
         return log_prob, tape.gradient(log_prob, vector)
 
@@ -181,20 +184,20 @@ class Potential:
         no more memory than one pass.
         """
 
-        @tf.custom_gradient
-        def function(vectors):
-            log_prob, gradient = tf.map_fn(
-                lambda vector: self._log_prob_and_gradient(vector, data),
-                vectors,
-                fn_output_signature=(
-                    tf.TensorSpec((), self.dtype),
-                    tf.TensorSpec((self.size,), self.dtype),
-                ),
-                parallel_iterations=1,
-            )
-            return log_prob, lambda upstream: upstream[:, None] * gradient
-
-        return function(vectors)
+        fixed = tf.stop_gradient(vectors)
+        log_prob, gradient = tf.map_fn(
+            lambda vector: self._log_prob_and_gradient(vector, data),
+            fixed,
+            fn_output_signature=(
+                tf.TensorSpec((), self.dtype),
+                tf.TensorSpec((self.size,), self.dtype),
+            ),
+            parallel_iterations=1,
+        )
+        # The value, and a term of value 0 that hands on the gradient: nobody differentiates the
+        # loop, which would keep all passes in memory.
+        slope = tf.stop_gradient(gradient)
+        return tf.stop_gradient(log_prob) + tf.reduce_sum(slope * (vectors - fixed), axis=1)
 
 
 def unique_paths(variables):
