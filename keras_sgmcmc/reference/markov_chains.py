@@ -327,9 +327,9 @@ def hmc(
 
         U(theta) = N L(theta) - log p(theta),    L the compiled loss on all N rows, a mean
 
-    Momentum p ~ N(0, diag(scale)^-2), then L leapfrog steps of size `step_size`, accepted with
-    probability min(1, exp(-change of U/T + kinetic energy)). L is drawn for every transition from
-    1, ..., `leapfrog_steps`, since with a fixed L an orbit may close on itself (Neal 2011, 3.2).
+    Momentum r ~ N(0, M), M = diag(scale)^-2, then L leapfrog steps of size `step_size`, accepted
+    with probability min(1, exp(-change of (U/T + r' M^-1 r/2))). L is drawn for every transition
+    from 1, ..., `leapfrog_steps`: with a fixed L an orbit may close on itself (Neal 2011, 3.2).
 
     The network runs in inference mode (no dropout, moving statistics as they are), and the model
     is left as it was. In the warm-up the step size is found by dual averaging, the same for all
@@ -493,7 +493,7 @@ def _run(
     target_accept = real_number("target_accept", target_accept, positive=True, below=1.0)
     seed = _as_seed(seed)
     potential = Potential(model, x, y, sample_weight, prior, temperature)
-    check_bytes(potential, draws, count)
+    check_bytes(potential, draws + warmup, count)
     vectors = _starting_points(potential, start, count, seed)
     chains = _Chains(potential, method, target_accept, seed, jit_compile)
     bar = progress_bar(warmup + draws, verbose, "draw")

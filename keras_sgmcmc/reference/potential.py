@@ -279,7 +279,7 @@ def _check_model(model):
 
 
 def check_bytes(potential, draws, chains=1):
-    """Refuse a number of draws that does not fit."""
+    """Refuse a number of draws, warm-up included, that does not fit."""
     # The vectors, and the arrays of the Posterior made of them.
     size = 2 * draws * chains * potential.size * potential.dtype.size
     if size > MAX_BYTES:
@@ -287,7 +287,7 @@ def check_bytes(potential, draws, chains=1):
             f"{draws * chains} draws of {potential.size:,} weights need {size / 2**30:.1f} GiB, "
             f"more than {MAX_BYTES / 2**30:g} GiB. The reference methods are for small models: "
             "take fewer `draws`"
-            + (" or `chains`" if chains > 1 else "")
+            + (", `warmup` or `chains`" if chains > 1 else "")
             + ", or sample with `keras_sgmcmc.SGLD` and `PosteriorSamples`."
         )
 
