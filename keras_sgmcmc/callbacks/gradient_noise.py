@@ -298,11 +298,21 @@ class GradientNoise(InGraphCallback):
 
     def _add_logs(self, first, number, valid):
         """Add to the moments of log |X| from which the tail index comes."""
-        averages = diagonals(self._average.entries, self._estimator.structure)
         every = -(-sum(math.prod(f.shape) for f in first) // _TAIL_COORDINATES)
-        # The variances of a block's variables follow each other like the variables.
-        mean = tf.concat([tf.cast(tf.reshape(f, [-1]), "float32") for f in first], 0)[::every]
-        variance = tf.concat([tf.cast(v, "float32") for v in averages], 0)[::every]
+        variances = diagonals(self._average.entries, self._estimator.structure)
+        if self._estimator.blocks is not None:
+            # The variables of a block follow each other.
+            sizes = [[math.prod(first[i].shape) for i in b] for b in self._estimator.blocks]
+            parts = [tf.split(v, s) for v, s in zip(variances, sizes, strict=True)]
+            order = [i for block in self._estimator.blocks for i in block]
+            variances = dict(zip(order, (part for group in parts for part in group), strict=True))
+            variances = [variances[i] for i in range(len(first))]
+
+        def some(tensors):
+            thinned = [tf.reshape(t, [-1])[::every] for t in tensors]
+            return tf.concat([tf.cast(t, "float32") for t in thinned], 0)
+
+        mean, variance = some(first), some(variances)
         usable = (mean != 0.0) & (variance > 0.0) & valid
         ratios = tf.square(mean / tf.sqrt(tf.where(usable, number * variance, 1.0)))
         usable &= ratios > 0.0
