@@ -1,6 +1,6 @@
 """Stochastic-gradient MCMC as Keras optimizers."""
 
-from keras_sgmcmc import callbacks, optimizers, reference, schedules, theory
+from keras_sgmcmc import callbacks, optimizers, per_example, reference, schedules, theory
 from keras_sgmcmc.callbacks.chain_monitor import DivergenceError
 from keras_sgmcmc.data import minibatches
 from keras_sgmcmc.losses import GaussianNegativeLogLikelihood, NegativeLogLikelihood
@@ -22,6 +22,7 @@ __all__ = [
     "minibatches",
     "optimizers",
     "pSGLD",
+    "per_example",
     "reference",
     "schedules",
     "theory",

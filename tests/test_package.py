@@ -19,6 +19,7 @@ PUBLIC = {
     "DivergenceError",
     "callbacks",
     "optimizers",
+    "per_example",
     "reference",
     "schedules",
     "theory",
@@ -49,6 +50,7 @@ def test_every_public_class_has_a_docstring_and_is_registered_under_the_package(
         sg.schedules.BlockDecay,
         sg.schedules.Cyclical,
         sg.callbacks.ChainMonitor,
+        sg.callbacks.GradientNoise,
         sg.callbacks.PosteriorSamples,
         sg.callbacks.StepSizeAnnealing,
     ]
