@@ -358,7 +358,8 @@ class GradientNoise(InGraphCallback):
 
     def _report_ways(self):
         slow = {path: way for path, way in self.ways.items() if way != "closed form"}
-        if slow:
+        # A loop was warned about when it was planned.
+        if slow and self._estimator._plan.mode != "loop":
             listed = "; ".join(f"{path}: {way}" for path, way in slow.items())
             warnings.warn(
                 "The per-example gradients of some variables have no closed form and are taken "
