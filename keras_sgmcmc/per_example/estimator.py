@@ -1,6 +1,5 @@
 """Sums of per-example gradients and of their squares or products, over a batch."""
 
-import math
 import warnings
 from typing import NamedTuple
 
@@ -12,11 +11,16 @@ from keras_sgmcmc.per_example import passes, taps
 from keras_sgmcmc.per_example.rules import rule_of
 from keras_sgmcmc.per_example.sources import rows as pick
 from keras_sgmcmc.per_example.sources import size
+from keras_sgmcmc.structures import (
+    MEMORY_BUDGET,
+    STRUCTURES,
+    blocks_of,
+    check_memory,
+    layer_path,
+    length,
+)
 from keras_sgmcmc.validation import positive_integer
 
-STRUCTURES = ("diagonal", "block", "full")
-# Temporary arrays of the general way; matrices may take as much again.
-MEMORY_BUDGET = 2**30
 _CHECKED_EXAMPLES = 4
 # A number that no other axis is likely to have.
 _PROBED_EXAMPLES = 97
@@ -98,8 +102,8 @@ class PerExampleGradients:
         """Shapes of the entries of `Moments.second`."""
         if self.structure == "diagonal":
             return [tuple(variable.shape) for variable in self.variables]
-        sizes = [sum(_length(self.variables[i]) for i in block) for block in self.blocks]
-        return [(length, length) for length in sizes]
+        sizes = [sum(length(self.variables[i]) for i in block) for block in self.blocks]
+        return [(rows, rows) for rows in sizes]
 
     # Which way each variable goes.
 
@@ -310,7 +314,7 @@ class Plan:
             )
         except Exception as error:  # pfor raises whatever its converters do
             self.mode = "loop"
-            layers = sorted({_layer_path(variable) for variable in variables})
+            layers = sorted({layer_path(variable) for variable in variables})
             warnings.warn(
                 "TensorFlow can't vectorize an operation of this model, so the per-example "
                 f"gradients of {layers} are taken one after the other, which is slow; "
@@ -382,13 +386,9 @@ class _Sums:
             return tf.zeros(variable.shape, variable.dtype)
         gradient = tf.cast(compilation.densify(gradient), variable.dtype)
         total = gradient * tf.cast(self.factor, variable.dtype)
-        if self.penalized and getattr(variable, "regularizer", None) is not None:
-            value = tf.convert_to_tensor(variable)
-            with tf.GradientTape() as tape:
-                tape.watch(value)
-                penalty = variable.regularizer(value)
+        if self.penalized and id(variable) in self.record.penalties:
             examples = tf.cast(self.examples, variable.dtype)
-            total -= examples * tape.gradient(penalty, value)
+            total -= examples * self.record.penalties[id(variable)]
         return total
 
     def moments(self):
@@ -476,10 +476,10 @@ class _Sums:
 
     def _chunk(self, groups):
         """Number of groups that are worked on at once."""
-        length = self.plan.example_bytes if self.plan.general else 0
+        needed = self.plan.example_bytes if self.plan.general else 0
         if self.estimator.structure != "diagonal":
-            length += 8 * sum(map(_length, self.variables))
-        chunk = self.estimator.memory_budget // _CHUNK_SHARE // max(1, length)
+            needed += 8 * sum(map(length, self.variables))
+        chunk = self.estimator.memory_budget // _CHUNK_SHARE // max(1, needed)
         chunk = min(chunk, groups if isinstance(groups, int) else _UNKNOWN_CHUNK, _LONGEST_CHUNK)
         return 1 if self.plan.mode == "loop" else max(1, chunk)
 
@@ -589,48 +589,8 @@ def vectorized_gradients(model, variables, data, rows, mode, scale=None):
     return compilation.compiled(mapped)(rows) if mode == "xla" else mapped(rows)
 
 
-def blocks_of(variables, structure):
-    """The blocks of a structure: lists of positions of variables, None for the diagonal."""
-    if structure == "diagonal":
-        return None
-    if structure == "full":
-        return [list(range(len(variables)))]
-    blocks = {}
-    for index, variable in enumerate(variables):
-        blocks.setdefault(_layer_path(variable), []).append(index)
-    return list(blocks.values())
-
-
-def check_memory(variables, structure, memory_budget):
-    """Raise a ValueError if the matrices of a structure don't fit the budget, before any is made.
-
-    Three copies are counted: the sum over a batch, the estimate, and the running average.
-    """
-    blocks = blocks_of(variables, structure)
-    if blocks is None:
-        return
-    sizes = [sum(_length(variables[i]) for i in block) for block in blocks]
-    needed = 3 * 4 * sum(length**2 for length in sizes)
-    if needed > memory_budget:
-        others = '`"diagonal"`' if structure == "block" else '`"diagonal"` or `"block"`'
-        raise ValueError(
-            f"The {structure} covariance of the gradients of {sum(map(_length, variables))} "
-            f"parameters needs {needed / 2**30:.3g} GiB (matrices of {sizes} rows, three copies), "
-            f"over the budget of {memory_budget / 2**30:.3g} GiB. Use the structure {others}, or "
-            "raise `memory_budget`."
-        )
-
-
 def _own_loss(model):
     return type(model).compute_loss is not keras.Model.compute_loss
-
-
-def _length(variable):
-    return math.prod(variable.shape)
-
-
-def _layer_path(variable):
-    return variable.path.rsplit("/", 1)[0]
 
 
 def _shared_variables(layers):

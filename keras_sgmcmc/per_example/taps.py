@@ -42,12 +42,13 @@ class Record:
         unseen: dict of layer (by `id`) to the reason why its calls can't be relied on.
         gradients: The pairs (gradient, variable) that were handed to the optimizer.
         scale: What the loss was multiplied by, by the optimizer.
+        penalties: dict of variable (by `id`) to the gradient of the penalty on it.
     """
 
     def __init__(self, frozen=None):
         self.calls = {}
         self.unseen = {}
-        self.gradients = self.scale = None
+        self.gradients = self.scale = self.penalties = None
         self.frozen = frozen
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
@@ -145,11 +146,24 @@ def _noted_gradients(optimizer):
         record = getattr(_thread, "record", None)
         if record is not None:
             record.gradients = pairs
-            # Before the step, which may change it.
+            # Before the step, which may change both.
             record.scale = optimizer.scale_loss(tf.constant(1.0))
+            record.penalties = {
+                id(v): _penalty_gradient(v)
+                for _, v in pairs
+                if getattr(v, "regularizer", None) is not None
+            }
         return original(pairs, *args, **kwargs)
 
     return apply_gradients
+
+
+def _penalty_gradient(variable):
+    value = tf.convert_to_tensor(variable)
+    with tf.GradientTape() as tape:
+        tape.watch(value)
+        penalty = variable.regularizer(value)
+    return tape.gradient(penalty, value)
 
 
 @contextlib.contextmanager
