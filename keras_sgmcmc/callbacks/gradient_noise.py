@@ -17,7 +17,7 @@ from keras_sgmcmc.noise_covariance import (
     trace,
 )
 from keras_sgmcmc.per_example import Moments, PerExampleGradients
-from keras_sgmcmc.per_example.estimator import MEMORY_BUDGET, STRUCTURES
+from keras_sgmcmc.structures import MEMORY_BUDGET, STRUCTURES
 from keras_sgmcmc.validation import positive_integer, real_number
 
 # Enough for the tail index.
