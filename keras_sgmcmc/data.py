@@ -15,7 +15,15 @@ _LONGEST_BLOCK = 100
 
 
 def minibatches(
-    x, y=None, batch_size=None, *, sample_weight=None, seed=None, steps=None, start_step=0
+    x,
+    y=None,
+    batch_size=None,
+    *,
+    sample_weight=None,
+    seed=None,
+    steps=None,
+    start_step=0,
+    fuse=True,
 ):
     """Batches of rows drawn independently and with replacement, as a `tf.data.Dataset`.
 
@@ -69,6 +77,8 @@ def minibatches(
         steps: Integer, batches an epoch. Defaults to N // S, at least 1. Every epoch starts a new
             iterator, which costs some milliseconds: on small data let an epoch be longer.
         start_step: Integer, index of the first batch. Defaults to 0.
+        fuse: Whether `fit` may run the steps of `steps_per_execution` as one compiled program, with
+            a callback of this package attached and where that is faster. Defaults to True.
 
     Returns:
         A `Minibatches` dataset with elements `(x, y)`, `(x, y, sample_weight)`, or without `y`
@@ -110,6 +120,7 @@ def minibatches(
         seed=seed,
         steps=steps,
         position=start_step,
+        fuse=bool(fuse),
     )
 
 
@@ -126,10 +137,12 @@ class Minibatches(tf.data.Dataset):
         steps: Batches in an epoch.
         position: Index of the next batch, the first one that no iterator has consumed. May be
             set; iterators that have begun are not moved.
+        fuse: Whether steps on it may be fused.
         positioned: Whether `start_step` or an assignment to `position` said where to begin.
     """
 
-    def __init__(self, tensors, *, train_size, batch_size, seed, steps, position):
+    def __init__(self, tensors, *, train_size, batch_size, seed, steps, position, fuse=True):
+        self.fuse = fuse
         self.train_size, self.batch_size = train_size, batch_size
         self.seed, self.steps = seed, steps
         self._tensors = tensors

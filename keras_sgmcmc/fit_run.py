@@ -6,15 +6,18 @@ run another step than the plain one.
 """
 
 import contextlib
+import logging
 from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 from keras import tree
 
-from keras_sgmcmc import guards
+from keras_sgmcmc import fused, guards
 from keras_sgmcmc.data import Minibatches
 from keras_sgmcmc.optimizers.base import Sampler
+
+_logger = logging.getLogger(__name__)
 
 # What passes batches on one by one: operations of users, and what a strategy adds to them.
 _PASSING = {
@@ -73,8 +76,11 @@ class FitRun:
 
     At the first batch, before an element is taken, it looks at the iterator, checks what is fed
     against the optimizer, and moves `minibatches` to the batch that the optimizer's count asks for.
-    Then it steps aside, unless there are in-graph callbacks. `train_on_batch`, whose iterator is a
-    Python generator, always gets the plain step, also in the middle of a fit.
+    Then it steps aside, unless there are in-graph callbacks, or steps to fuse: on `minibatches`
+    the steps of `steps_per_execution` run as one compiled program where that is faster. Such a run
+    stops where a callback has to act (`StepCallback.exact_step`) and at the end of an epoch.
+    `train_on_batch`, whose iterator is a Python generator, always gets the plain step, also in the
+    middle of a fit.
 
     Attributes:
         plain: The function that Keras made of the model's own step; None if there is none yet.
@@ -82,6 +88,7 @@ class FitRun:
         in_graph: Those that are traced into the step; the first is the innermost.
         source: From the first batch on, the `Minibatches` that the data come from, or None.
         history: `model.history`, which is new in every `fit`.
+        fuses: Whether steps are fused, None before the first batch.
     """
 
     def __init__(self, model, optimizer, plain):
@@ -91,6 +98,8 @@ class FitRun:
         self.history = getattr(model, "history", None)
         self._guard = self._composition = None
         self._begun = self._closed = False
+        self.fuses = None
+        self._iterator, self._done = None, 0
 
     def admits(self, callback):
         """Whether `callback` can join: it belongs to the same fit, and isn't in it yet.
@@ -127,10 +136,49 @@ class FitRun:
         if not self._begun:
             self._begin(iterator)
             self._begun = True
+        if self.fuses:
+            return self._run_fused(iterator)
         if not self.in_graph:
             self._step_aside()
             return self.plain(iterator)
-        return self._composed()(iterator)
+        return self._composed().function(iterator)
+
+    # Fused steps.
+
+    def _run_fused(self, iterator):
+        """What Keras would do in one call, to the batch: never beyond the end of an epoch."""
+        total = next((n for n in (m.params.get("steps") for m in self.members) if n), None)
+        if self._iterator is not iterator or (total is not None and self._done >= total):
+            self._iterator, self._done = iterator, 0
+        count = self.model.steps_per_execution
+        if total is not None:
+            count = min(count, total - self._done)
+        self._done += count
+        while count:
+            if self.in_graph:
+                composed = self._composed()
+                function, step = composed.function, composed.step
+            else:
+                function, step = self.plain, self.model.train_step
+            run = fused.fused_steps(function, step, self.model, self.source)
+            some = min(count, self._batches_to_next_stop())
+            logs = run(some)
+            count -= some
+            if count:
+                for member in self._stopping():
+                    member.arrive()
+        return logs
+
+    def _stopping(self):
+        return [m for m in self.members if getattr(m, "exact_step", lambda: None)() is not None]
+
+    def _batches_to_next_stop(self):
+        """Batches up to the next step at which a callback has to act."""
+        stops = [member.exact_step() for member in self._stopping()]
+        if not stops:
+            return self.model.steps_per_execution
+        batches = min(stops) * (self.optimizer.gradient_accumulation_steps or 1)
+        return max(1, batches - int(self.optimizer._iterations.numpy()))
 
     # The data.
 
@@ -147,6 +195,10 @@ class FitRun:
             self._guard.first_batch(iterator, self.source)
         if self.source is not None and not regrouped:
             self._position()
+        against = fused.reason_against(self.model, self.source, iterator)
+        self.fuses = against is None
+        if self.model.steps_per_execution > 1 and against:
+            _logger.debug("Steps of `%s` are not fused: %s", self.model.name, against)
 
     def _position(self):
         """Let step t see batch t, also if a chain was restored, broken off, or evaluated on."""
@@ -163,7 +215,7 @@ class FitRun:
         callbacks = tuple(self.in_graph)
         if self._composition is None or not self._composition.serves(self.plain, callbacks):
             self._composition = self._known(callbacks) or self._compose(callbacks)
-        return self._composition.function
+        return self._composition
 
     def _known(self, callbacks):
         kept = callbacks[0].compositions
@@ -183,7 +235,8 @@ class FitRun:
         try:
             with _step_on(self.model, step):
                 self.model.make_train_function(force=True)
-            made = _Composition(self.plain, callbacks, versions, self.model.train_function)
+            function = self.model.train_function
+            made = _Composition(self.plain, callbacks, versions, step, function)
         finally:
             self.model.train_function = self
         # By a callback, not by the model: what only an abandoned callback knows goes with it.
@@ -198,6 +251,7 @@ class _Composition(NamedTuple):
     plain: object
     callbacks: tuple
     versions: tuple
+    step: object
     function: object
 
     def serves(self, plain, callbacks):

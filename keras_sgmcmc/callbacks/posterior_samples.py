@@ -103,7 +103,7 @@ class PosteriorSamples(ChainMonitor):
             )
         self._frozen_checked = False
         self._plan()
-        self.warn_if_coarsened("thinning", self._interval)
+        self._coarsening_checked = False
         self._next_draw = self._draw_after(self.step)
 
     def _plan(self):
@@ -144,6 +144,9 @@ class PosteriorSamples(ChainMonitor):
 
     def _draws_until(self, last):
         return max(0, (last - self._draw_after(self.step)) // self._interval + 1)
+
+    def exact_step(self):
+        return self._next_draw if self.begun else None
 
     def next_due(self):
         return min(super().next_due(), self._next_draw)
@@ -189,6 +192,11 @@ class PosteriorSamples(ChainMonitor):
 
     def on_train_batch_end(self, batch, logs=None):
         super().on_train_batch_end(batch, logs)
+        if not self._coarsening_checked:
+            # Not before the first batch tells whether steps are fused, which stops at every draw.
+            self._coarsening_checked = True
+            if not self._run.fuses:
+                self.warn_if_coarsened("thinning", self._interval)
         self._log(logs)
 
     def on_epoch_end(self, epoch, logs=None):

@@ -67,6 +67,12 @@ class StepCallback(keras.callbacks.Callback):
     def optimizer(self):
         return base_optimizer(self.model)
 
+    def exact_step(self):
+        """The next step at which fused steps must stop for this callback; None for none.
+
+        Elsewhere Keras decides how many steps there are between two calls.
+        """
+
     def warn_if_coarsened(self, name, interval):
         """Warn where Keras calls back less often than, or out of step with, `interval` updates."""
         block = execution_block(self.model)
@@ -106,6 +112,10 @@ class StepCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if not self.begun:
             self._begin()
+        self.arrive(logs)
+
+    def arrive(self, logs=None):
+        """Act if a step at which to act has come."""
         self.step = current_step(self.optimizer)
         if self.step >= self._due:
             self.on_due(logs)
