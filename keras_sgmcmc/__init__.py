@@ -4,14 +4,16 @@ from keras_sgmcmc import callbacks, optimizers, per_example, reference, schedule
 from keras_sgmcmc.callbacks.chain_monitor import DivergenceError
 from keras_sgmcmc.data import minibatches
 from keras_sgmcmc.losses import GaussianNegativeLogLikelihood, NegativeLogLikelihood
-from keras_sgmcmc.optimizers import SGLD, pSGLD
+from keras_sgmcmc.optimizers import SGFS, SGLD, ConstantSGD, pSGLD
 from keras_sgmcmc.posterior import Posterior
 from keras_sgmcmc.priors import DistributionPrior, GaussianPrior
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGFS",
     "SGLD",
+    "ConstantSGD",
     "DistributionPrior",
     "DivergenceError",
     "GaussianNegativeLogLikelihood",

@@ -128,9 +128,9 @@ def optimal_preconditioner(
     Without noise of one's own E = 0. With theta <- theta - H (g + e), e ~ N(0, E), that is
     Q = H E H, the full form is Mandt's eq. 36 (which has S = 1) and its corollary the diagonal one.
     The full form is exact to first order in the step for any A: without Lambda, which is not in the
-    paper, Sigma = (T / N) (A - A H A / 2)^-1. Lambda is of higher order where there are data, and
-    bounds H by 2 N / Lambda where there are none: H A = 2 there, the limit of stability. The
-    diagonal form is optimal only where C is proportional to A.
+    paper, Sigma = (T / N) (A - A H A / 2)^-1. Lambda is of higher order where there are data. Where
+    it is more than half of the bracket, H is cut at mu N / Lambda: without data H A would be 2, the
+    limit of stability. The diagonal form is optimal only where C is proportional to A.
 
     Args:
         C: Per-example gradient covariance, [D, D].
@@ -160,8 +160,8 @@ def optimal_preconditioner(
     mu = 1.0 - _momentum(momentum)
     noise = _gradient_noise(C, S, gradient_noise)
     if form == "full":
-        bracket = N**2 * noise + T * _expand("prior_precision", prior_precision, len(noise))
-        return mu * 2.0 * N * T * _inverse(bracket)
+        Lambda = _expand("prior_precision", prior_precision, len(noise))
+        return mu * _largest_sgfs(N**2 / T * noise + Lambda, Lambda, N, T).H
 
     diagonal = np.diagonal(noise)
     if not np.all(diagonal > 0):

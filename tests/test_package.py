@@ -10,6 +10,8 @@ import keras_sgmcmc as sg
 PUBLIC = {
     "SGLD",
     "pSGLD",
+    "SGFS",
+    "ConstantSGD",
     "GaussianPrior",
     "DistributionPrior",
     "GaussianNegativeLogLikelihood",
@@ -42,6 +44,8 @@ def test_every_public_class_has_a_docstring_and_is_registered_under_the_package(
     serializable = [
         sg.SGLD,
         sg.pSGLD,
+        sg.SGFS,
+        sg.ConstantSGD,
         sg.GaussianPrior,
         sg.DistributionPrior,
         sg.GaussianNegativeLogLikelihood,

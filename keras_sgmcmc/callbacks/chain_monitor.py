@@ -52,6 +52,7 @@ class ChainMonitor(StepCallback):
     losses are means over rows of negative log-likelihoods, that `minibatches` are of `train_size`
     rows (and of `batch_size`, for a sampler that has one), or, of other data and after an epoch,
     that it has `train_size` rows and even batches. It warns, or refuses before the first update.
+    History gets what `SGFS` and `ConstantSGD` report of their steps (`optimizer.noise_logs()`).
 
     `PosteriorSamples` is a monitor too.
 
@@ -120,6 +121,8 @@ class ChainMonitor(StepCallback):
         if self._guard is not None:
             self._guard.epoch_ended()
             self._guard = None
+        if logs is not None and hasattr(self.optimizer, "noise_logs"):
+            logs.update(self.optimizer.noise_logs())
 
     def check(self):
         """Raise `DivergenceError` if the chain has diverged by now."""

@@ -374,6 +374,8 @@ class GradientNoise(InGraphCallback):
         logs["gradient_noise_trace"] = self.trace
         logs["gradient_noise_rank"] = self.effective_rank
         logs["gradient_noise_scale"] = self.gradient_noise_scale
+        if hasattr(self.optimizer, "noise_logs"):
+            logs.update(self.optimizer.noise_logs())
 
     def get_config(self):
         return {

@@ -138,10 +138,16 @@ class Sampler(keras.optimizers.Optimizer):
         raise NotImplementedError
 
     def noise_variance(self, index, preconditioner):
-        """Q of variable number `index`: the variance of the injected noise. Here 2 T H / N."""
+        """Q of variable number `index`: the variance of the injected noise. Here 2 T H / N.
+
+        None if the method injects none.
+        """
         del index
         temperature = ops.cast(self._temperature, preconditioner.dtype)
         return (2.0 * temperature / self.train_size) * preconditioner
+
+    def prepare(self):
+        """Work on the optimizer's own state, called by `apply` before the compiled update."""
 
     def curvature(self, gradients, variables):
         """What `correction` needs and only the graph of the forward pass can tell, or None.
@@ -183,17 +189,22 @@ class Sampler(keras.optimizers.Optimizer):
         correction = self.correction(index, gradient, ops.cast(learning_rate, variable.dtype))
         if correction is not None:
             increment = increment - correction
+        variance = None
         if self.train_size is not None:
             variance = self.noise_variance(index, divided_by_metric(step))
-            noise = random.normal(
-                tuple(variable.shape),
-                variable.dtype,
-                seed=self._seed,
-                step=self.iterations,
-                stream=index,
-            )
+        if variance is not None:
+            noise = self._normal(tuple(variable.shape), variable.dtype, index)
             increment = increment - ops.sqrt(variance) * noise
+        self.displace(index, variable, increment)
+
+    def displace(self, index, variable, increment):
+        """Subtract the increment of a step from variable number `index`."""
+        del index
         self.assign_sub(variable, increment)
+
+    def _normal(self, shape, dtype, stream):
+        """Standard normals of this step; each stream has its own."""
+        return random.normal(shape, dtype, seed=self._seed, step=self.iterations, stream=stream)
 
     def _prior_gradient(self, index, variable):
         if self.prior is None:
@@ -217,6 +228,7 @@ class Sampler(keras.optimizers.Optimizer):
             return
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
+        self.prepare()
         curvature = self.curvature(grads, trainable_variables)
         if not self.jit_compile or compilation.is_distributed():
             self._apply(grads, trainable_variables, curvature)
@@ -319,6 +331,20 @@ class Sampler(keras.optimizers.Optimizer):
         )
         return self._slots[name]
 
+    def add_state(self, name, shapes, initializer="zeros", dtype="float32"):
+        """Optimizer variables of any shapes, equal on all replicas, saved under `name`."""
+        self._slots[name] = [
+            self.add_variable(
+                shape=shape,
+                initializer=initializer,
+                dtype=dtype,
+                aggregation="only_first_replica",
+                name=name,
+            )
+            for shape in shapes
+        ]
+        return self._slots[name]
+
     @property
     def temperature(self):
         """The temperature T: a variable, read at every step. Assign a number to change it."""
@@ -377,8 +403,8 @@ class Sampler(keras.optimizers.Optimizer):
         missing = {id(v) for v in self.variables} - {id(v) for v in named.values()}
         if missing:
             raise RuntimeError(
-                f"{type(self).__name__} made variables outside `add_slots`, which would not be "
-                f"saved: {[v.path for v in self.variables if id(v) in missing]}"
+                f"{type(self).__name__} made variables outside `add_slots` and `add_state`, which "
+                f"would not be saved: {[v.path for v in self.variables if id(v) in missing]}"
             )
         return named
 
