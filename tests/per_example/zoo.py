@@ -390,11 +390,7 @@ def loop(model, x, y, sample_weight=None, group=1):
     leaves = tf.nest.flatten(x)
     gradients = []
     for start in range(0, len(leaves[0]), group):
-        stop = start + group
-        some = [
-            None if part is None else tf.nest.map_structure(lambda a: a[start:stop], part)
-            for part in (x, y, sample_weight)
-        ]
+        some = [_rows(part, slice(start, start + group)) for part in (x, y, sample_weight)]
         with tf.GradientTape() as tape:
             loss = model.compute_loss(
                 some[0], some[1], model(some[0], training=False), some[2], training=False
@@ -414,3 +410,9 @@ def loop(model, x, y, sample_weight=None, group=1):
             )
         )
     return np.stack(gradients).astype("float64")
+
+
+def _rows(structure, rows):
+    if structure is None:
+        return None
+    return tf.nest.map_structure(lambda array: array[rows], structure)
