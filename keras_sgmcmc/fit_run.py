@@ -99,7 +99,7 @@ class FitRun:
         self._guard = self._composition = None
         self._begun = self._closed = False
         self.fuses = None
-        self._iterator, self._done = None, 0
+        self._stream = self._iterator = None
 
     def admits(self, callback):
         """Whether `callback` can join: it belongs to the same fit, and isn't in it yet.
@@ -137,7 +137,10 @@ class FitRun:
             self._begin(iterator)
             self._begun = True
         if self.fuses:
-            return self._run_fused(iterator)
+            steps = self._fused_steps()
+            if steps is not None:
+                return self._run_fused(steps, iterator)
+            self.fuses = False
         if not self.in_graph:
             self._step_aside()
             return self.plain(iterator)
@@ -145,24 +148,43 @@ class FitRun:
 
     # Fused steps.
 
-    def _run_fused(self, iterator):
-        """What Keras would do in one call, to the batch: never beyond the end of an epoch."""
+    def _fused_steps(self):
+        """The program that takes the place of Keras' loop; None if there is none."""
+        function, step = self.plain, self.model.train_step
+        if self.in_graph:
+            composed = self._composed()
+            function, step = composed.function, composed.step
+        return fused.fused_steps(function, step, self.model, self.source)
+
+    def _run_fused(self, steps, iterator):
+        """What Keras would do in one call, to the batch: never beyond the end of an epoch.
+
+        The iterator is left alone; the batches are those that it would have brought.
+        """
+        if self._stream is None or self._stream.length != steps.length:
+            self._stream = fused.Stream(self.source, steps.length)
+        if self._iterator is not iterator:
+            self._iterator, self._taken, self._done, self._calls = iterator, 0, 0, 0
+            self._first = self.source.position
         total = next((n for n in (m.params.get("steps") for m in self.members) if n), None)
-        if self._iterator is not iterator or (total is not None and self._done >= total):
-            self._iterator, self._done = iterator, 0
-        count = self.model.steps_per_execution
+        if total is not None and self._done >= total:
+            self._done = 0  # the same iterator in the next epoch, under `steps_per_epoch`
+        self._calls += 1
+        count, left = self.model.steps_per_execution, self.source.steps - self._taken
+        if left == 0:
+            raise StopIteration
+        # Keras takes every call for a full one, and drops an iterator that it thinks is exhausted.
+        if self._calls * count >= self.source.steps:
+            count = left
+        count = min(count, left)
         if total is not None:
             count = min(count, total - self._done)
         self._done += count
         while count:
-            if self.in_graph:
-                composed = self._composed()
-                function, step = composed.function, composed.step
-            else:
-                function, step = self.plain, self.model.train_step
-            run = fused.fused_steps(function, step, self.model, self.source)
             some = min(count, self._batches_to_next_stop())
-            logs = run(some)
+            self._stream.position = self._first + self._taken
+            logs = steps(self._stream, some)
+            self._taken += some
             count -= some
             if count:
                 for member in self._stopping():
@@ -195,10 +217,26 @@ class FitRun:
             self._guard.first_batch(iterator, self.source)
         if self.source is not None and not regrouped:
             self._position()
-        against = fused.reason_against(self.model, self.source, iterator)
+        self._choose_fusing(iterator)
+
+    def _choose_fusing(self, iterator):
+        model = self.model
+        against = fused.reason_against(model, self.source, iterator)
+        if against is None and not self.in_graph:
+            # What is in it, and how large it is, are known once it's built.
+            try:
+                _build(model, iterator)
+            except ValueError as error:
+                against = str(error)
+            else:
+                against = fused.reason_against(model, self.source, iterator)
         self.fuses = against is None
-        if self.model.steps_per_execution > 1 and against:
-            _logger.debug("Steps of `%s` are not fused: %s", self.model.name, against)
+        if against is not None and model.steps_per_execution > 1:
+            _logger.debug("Steps of `%s` are not fused: %s", model.name, against)
+        if self.fuses:
+            for member in self.members:
+                if hasattr(member, "begin_if_built"):
+                    member.begin_if_built()
 
     def _position(self):
         """Let step t see batch t, also if a chain was restored, broken off, or evaluated on."""

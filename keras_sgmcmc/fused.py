@@ -10,23 +10,28 @@ _logger = logging.getLogger(__name__)
 
 # What one block of stacked batches may take; two more are gathered ahead.
 _BLOCK_BYTES = 32 * 2**20
+_LONGEST_BLOCK = 1000
 # Operations of a step up to which a loop inside XLA is faster on a CPU: it loses the threads of
 # large products.
 _CPU_OPERATIONS = 1e8
 
 
 def reason_against(model, source, iterator):
-    """Why the steps of a fit can't be fused, or should not be; None if they should."""
+    """Why the steps of a fit can't be fused, or should not be; None if they should.
+
+    The model may have to be built for the reasons that lie in its layers.
+    """
     if model.steps_per_execution == 1:
         return "steps_per_execution=1"
+    if model.run_eagerly:
+        return "run_eagerly=True"
+    distributed = isinstance(iterator, tf.distribute.DistributedIterator)
+    if distributed or tf.distribute.has_strategy():
+        return "a distribution strategy"
     if source is None or getattr(iterator, "minibatches", None) is not source:
         return "the data are not `minibatches` themselves"
     if not source.fuse:
         return "`minibatches(fuse=False)`"
-    if model.run_eagerly:
-        return "run_eagerly=True"
-    if tf.distribute.has_strategy() or model.distribute_strategy.num_replicas_in_sync > 1:
-        return "a distribution strategy"
     layers = model._flatten_layers()
     unable = [layer.name for layer in layers if not layer.supports_jit]
     if unable:
@@ -43,72 +48,117 @@ def reason_against(model, source, iterator):
 
 
 def _is_slow_in_a_loop(layer):
-    kinds = (keras.layers.RNN, keras.layers.Bidirectional)
-    return isinstance(layer, kinds) or "Conv" in type(layer).__name__
+    if isinstance(layer, keras.layers.RNN | keras.layers.Bidirectional):
+        return True
+    return any("Conv" in kind.__name__ for kind in type(layer).__mro__)
 
 
 class FusedSteps:
-    """Runs a step on one batch of `minibatches` after the other, as one program.
+    """A step, repeated on batches that are stacked in blocks, as one program.
+
+    It is compiled at once, before it runs on anything.
 
     Args:
         step: Function of a batch that returns logs.
-        source: The `Minibatches`.
-        length: Batches that are gathered at once, at most.
+        spec: The `element_spec` of a batch.
+        length: Batches in a block.
     """
 
-    def __init__(self, step, source, length):
-        self.source = source
-        spec = source.element_spec
-        row_bytes = sum(
-            part.dtype.size * part.shape.num_elements() for part in tf.nest.flatten(spec)
-        )
-        self._length = max(1, min(length, _BLOCK_BYTES // max(1, row_bytes)))
-        # Traced once by itself, for the shapes of its logs, and for what it makes at first.
-        logs = tf.function(step, autograph=False).get_concrete_function(spec).structured_outputs
+    def __init__(self, step, spec, length):
+        def traced(batch):
+            return tf.nest.map_structure(tf.convert_to_tensor, step(batch))
 
-        def run(first, last, *stacked):
+        # A function of its own: the shapes of its logs are needed before the loop is traced.
+        traced = tf.function(traced, autograph=False)
+        logs = traced.get_concrete_function(spec).structured_outputs
+
+        def run(first, last, *block):
             def one(index, logs):
                 del logs
-                batch = tf.nest.pack_sequence_as(spec, [part[index] for part in stacked])
-                return index + 1, step(batch)
+                batch = tf.nest.pack_sequence_as(spec, [part[index] for part in block])
+                return index + 1, traced(batch)
 
             nothing = tf.nest.map_structure(lambda out: tf.zeros(out.shape, out.dtype), logs)
             return tf.while_loop(
                 lambda index, logs: index < last, one, [first, nothing], parallel_iterations=1
             )[1]
 
+        self.length = length
         self._run = tf.function(run, jit_compile=True, autograph=False)
-        self._blocks = self._block = None
-        self._position = None
+        parts = tf.nest.flatten(spec)
+        with tf.device("CPU:0"):
+            block = [tf.zeros([length, *part.shape], part.dtype) for part in parts]
+        self._run(tf.constant(0), tf.constant(0), *block)
 
-    def __call__(self, count):
-        """Run `count` steps; the logs of the last."""
-        if self._position != self.source.position:
-            self._position = self.source.position
-            self._rewind()
-        logs = None
+    def __call__(self, stream, count):
+        """Run `count` steps on the batches of a `Stream`; the logs of the last."""
         while count:
-            if self._used == self._length:
-                self._block, self._used = tf.nest.flatten(next(self._blocks)), 0
-            last = min(self._used + count, self._length)
-            logs = self._run(tf.constant(self._used), tf.constant(last), *self._block)
-            taken = last - self._used
-            self._used, count = last, count - taken
-            self._position += taken
-            self.source.move(self._position)
+            first, block = stream.block()
+            last = min(first + count, self.length)
+            logs = self._run(tf.constant(first), tf.constant(last), *block)
+            stream.advance(last - first)
+            count -= last - first
         return logs
 
-    def _rewind(self):
-        length, source = self._length, self.source
-        blocks = tf.data.Dataset.counter(self._position, length, dtype=tf.int64)
-        blocks = blocks.map(lambda first: source.batches(first, length))
-        self._blocks, self._used = iter(blocks.prefetch(2)), length
+
+class Stream:
+    """Batches of `minibatches` from a position on, in blocks that are gathered ahead.
+
+    Attributes:
+        position: Index of the next batch.
+        length: Batches in a block.
+    """
+
+    def __init__(self, source, length):
+        self.position = source.position
+        self._source, self.length = source, length
+        self._blocks, self._current = iter(()), (-length, None)
+
+    def block(self):
+        """Where in its block the next batch is, and the block: a list of stacked tensors."""
+        if not 0 <= self.position - self._current[0] < self.length:
+            following = next(self._blocks, None)
+            # Each knows its place, so that neither a jump nor an interrupt leaves a wrong one.
+            if following is None or int(following[0]) != self.position:
+                self._blocks = self._blocks_from(self.position)
+                following = next(self._blocks)
+            first, *block = following
+            self._current = int(first), block
+        first, block = self._current
+        return self.position - first, block
+
+    def advance(self, count):
+        """Count batches as consumed."""
+        self.position += count
+        self._source.move(self._source.position + count)
+
+    def _blocks_from(self, position):
+        def gather(first):
+            return first, *tf.nest.flatten(self._source.batches(first, self.length))
+
+        firsts = tf.data.Dataset.counter(position, self.length, dtype=tf.int64)
+        return iter(firsts.map(gather).prefetch(2))
 
 
 def fused_steps(function, step, model, source):
-    """The `FusedSteps` that belong to a train function, made once and kept on it."""
-    kept = getattr(function, "fused_steps", None)
-    if kept is None or kept.source is not source:
-        kept = function.fused_steps = FusedSteps(step, source, model.steps_per_execution)
-        _logger.debug("%d steps of `%s` run as one program", model.steps_per_execution, model.name)
-    return kept
+    """The `FusedSteps` that belong to a train function, kept on it; None if XLA can't make them.
+
+    An error in the step itself is left to Keras' own loop, in which it comes again.
+    """
+    spec = source.element_spec
+    size = sum(part.dtype.size * part.shape.num_elements() for part in tf.nest.flatten(spec))
+    length = max(1, _BLOCK_BYTES // max(1, size))
+    length = min(length, model.steps_per_execution, source.steps, _LONGEST_BLOCK)
+    kept = vars(function).setdefault("fused_steps", {})
+    key = repr(spec), length
+    if key not in kept:
+        try:
+            kept[key] = FusedSteps(step, spec, length)
+        except Exception as error:
+            kept[key] = None
+            _logger.debug(
+                "Steps of `%s` are not fused, since they can't be compiled: %s", model.name, error
+            )
+        else:
+            _logger.debug("Steps of `%s` are fused, up to %d in a program", model.name, length)
+    return kept[key]

@@ -106,8 +106,12 @@ class StepCallback(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         if self._first_step is None:
             self._first_step = self.step = current_step(self.optimizer)
-            if all(layer.built for layer in self.model._flatten_layers()):
-                self._begin()
+            self.begin_if_built()
+
+    def begin_if_built(self):
+        """Call `begin` if it's time: before the first update, once the model has its variables."""
+        if not self.begun and all(layer.built for layer in self.model._flatten_layers()):
+            self._begin()
 
     def on_train_batch_end(self, batch, logs=None):
         if not self.begun:
