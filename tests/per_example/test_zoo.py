@@ -16,11 +16,9 @@ NO_LAYER = "its layer has no closed form"
 OUTSIDE = "it is used outside its layer's call"
 NOT_BATCH = "is called on something that isn't the batch"
 GENERAL = {
-    "lstm": (3, NO_LAYER),
     "lstm_unrolled": (3, NO_LAYER),
     "gru_masked": (3, NO_LAYER),
     "simple_rnn": (3, NO_LAYER),
-    "bidirectional": (6, NO_LAYER),
     "depthwise": (5, NO_LAYER),
     "own_weight": (1, NO_LAYER),
     "masked_sequence": (3, "the loss is masked"),
@@ -41,10 +39,8 @@ NOT_SHARED = {
     "tied_weights",
 }
 OWN_GRAPHS = {
-    "lstm",
     "gru_masked",
     "simple_rnn",
-    "bidirectional",
     "in_function",
     "in_loop",
     "convolution_grouped",
@@ -127,8 +123,6 @@ def test_moments_equal_a_plain_loop(name):
     elif name not in OWN_GRAPHS:
         assert plan.shared
     assert (plan.mode is None) == (count == 0)
-    if name == "bidirectional":
-        plan.mode = "loop"  # takes half a minute to compile, and is LSTM twice
     check(estimator, model, x, y, 1e-5)
 
 

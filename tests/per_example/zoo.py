@@ -305,7 +305,6 @@ ZOO = {
         _TWO,
         {},
     ),
-    "lstm": (lambda: _flat(layers.LSTM(3), spec=_SEQUENCE), _SEQUENCE, _TWO, {}),
     "lstm_unrolled": (
         lambda: _flat(layers.LSTM(3, unroll=True), spec=_SEQUENCE),
         _SEQUENCE,
@@ -339,12 +338,6 @@ ZOO = {
     "in_loop": (lambda: _flat(InLoop(), spec=_SEQUENCE), _SEQUENCE, _TWO, {}),
     "time_distributed": (
         lambda: _flat(layers.TimeDistributed(layers.Dense(3, "tanh")), spec=_SEQUENCE),
-        _SEQUENCE,
-        _TWO,
-        {},
-    ),
-    "bidirectional": (
-        lambda: _flat(layers.Bidirectional(layers.LSTM(2)), spec=_SEQUENCE),
         _SEQUENCE,
         _TWO,
         {},
