@@ -53,20 +53,25 @@ def factorise(matrix, precision, *, bounded, priors, cholesky=True):
         return spectral()
     root_of = compilation.compiled(ops.cholesky)
     root = root_of(unit)
-    good = ops.min(ops.square(ops.diagonal(root))) > TOLERANCE
+    good = _exceeds(ops.square(ops.diagonal(root)), TOLERANCE)
     if bounded:
         # Positive definite where Lambda is less than half of the matrix in every direction.
         half = root_of(unit - 2.0 * ops.diag(share))
-        good = ops.logical_and(good, ops.min(ops.diagonal(half)) > 0)
+        good = ops.logical_and(good, _exceeds(ops.diagonal(half), 0.0))
     otherwise = spectral
     if priors == "all" and not bounded:
 
         def otherwise():
             root = root_of(unit + TOLERANCE * identity)
-            positive = ops.min(ops.diagonal(root)) > 0
+            positive = _exceeds(ops.diagonal(root), 0.0)
             return ops.cond(positive, lambda: triangular(root, TOLERANCE * diagonal), spectral)
 
     return ops.cond(good, lambda: triangular(root, zeros), otherwise)
+
+
+def _exceeds(pivots, bound):
+    # Not by the smallest: XLA's minimum may pass over the NaN of a factorisation that failed.
+    return ops.all(pivots > bound)
 
 
 def _spectral(unit, inverse, precision, share, bounded, dead, diagonal):
