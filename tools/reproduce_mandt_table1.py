@@ -33,6 +33,7 @@ import keras_sgmcmc as sg
 from keras_sgmcmc import theory
 
 PRIOR = 1.0
+PROBLEMS = ("wine", "protein", "skin")
 PAPER = {
     "constant SGD scalar": (18.7, 1000.9, 0.471),
     "constant SGD diagonal": (14.0, 678.4, 0.921),
@@ -166,7 +167,7 @@ def sample(x, y, kind, posterior, optimizer, S, steps, thin):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", default=os.environ.get("KERAS_SGMCMC_DATA"))
-    parser.add_argument("--problems", nargs="+", default=["wine", "protein", "skin"])
+    parser.add_argument("--problems", nargs="+", default=PROBLEMS, choices=PROBLEMS)
     parser.add_argument("--methods", nargs="+", help="only those whose label holds one of these")
     parser.add_argument("--steps", type=int, default=300_000, help="steps past warm-up")
     parser.add_argument("--scaling", choices=["standard", "maximum"], default="standard")
@@ -197,7 +198,7 @@ def main():
             kl = theory.gaussian_kl(white, np.eye(D), mean, np.zeros(D))
             bias = D * (D + 1) / (4 * n_cov) + D / (2 * n_mean)
             shown = f"{kl:8.4f} {bias:7.4f}" if min(n_mean, n_cov) >= 100 else f"{'-':>8} {'-':>7}"
-            paper = dict(zip(("wine", "protein", "skin"), PAPER.get(label, ()))).get(name, "-")
+            paper = PAPER[label][PROBLEMS.index(name)] if label in PAPER else "-"
             print(
                 f"{label:28} {shown} {theory_kl:8.4f} {paper!s:>6}"
                 f" {np.trace(white) / D:7.3f} {theory_trace:7.3f} {n_cov:8.0f}"
