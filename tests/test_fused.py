@@ -161,10 +161,10 @@ def test_validation(log):
     assert "val_accuracy" in in_blocks(run, log)["histories"][0]
 
 
-@pytest.mark.parametrize("metrics", [["auc"], [keras.metrics.F1Score(threshold=0.5)]])
-def test_metrics_and_sample_weights(metrics, log):
+@pytest.mark.parametrize("metric", [lambda: "auc", lambda: keras.metrics.F1Score(threshold=0.5)])
+def test_metrics_and_sample_weights(metric, log):
     def run(block, fuse):
-        model = make(block, metrics=metrics, weighted_metrics=["accuracy"])
+        model = make(block, metrics=[metric()], weighted_metrics=["accuracy"])
         data = batches(sample_weight=WEIGHTS, fuse=fuse)
         return outcome(model, data, fit(model, data, epochs=2))
 
