@@ -9,7 +9,7 @@ from keras_sgmcmc import compilation
 TOLERANCE = 1e-5
 
 
-def factorise(matrix, precision, *, bounded, priors, cholesky=True):
+def factorise(matrix, precision, *, bounded, priors, xla=True):
     """Factor F with F (matrix + damping) F' = 1 in all directions that can be told from 0.
 
     The matrix is scaled to a unit diagonal first, so that the units of the weights don't matter.
@@ -25,7 +25,7 @@ def factorise(matrix, precision, *, bounded, priors, cholesky=True):
         precision: Lambda, the part of the matrix that is the prior's, a vector, [D].
         bounded: Whether to find the directions in which Lambda is more than half of the matrix.
         priors: "all", "some" or "none" of the coordinates have a prior.
-        cholesky: Whether XLA may be used, whose Cholesky factorisation doesn't raise.
+        xla: Whether XLA may be used, whose Cholesky factorisation doesn't raise.
 
     Returns:
         F, [D, D]; `reach`, [D], at most 1: twice it is the inverse of Lambda's share in a row's
@@ -49,9 +49,7 @@ def factorise(matrix, precision, *, bounded, priors, cholesky=True):
     def spectral():
         return _spectral(unit, inverse, precision, share, bounded, ops.sum(dead), diagonal)
 
-    if not cholesky:
-        return spectral()
-    root_of = compilation.compiled(ops.cholesky)
+    root_of = compilation.compiled(ops.cholesky) if xla else _careful_cholesky
     root = root_of(unit)
     good = _exceeds(ops.square(ops.diagonal(root)), TOLERANCE)
     if bounded:
@@ -67,6 +65,16 @@ def factorise(matrix, precision, *, bounded, priors, cholesky=True):
             return ops.cond(positive, lambda: triangular(root, TOLERANCE * diagonal), spectral)
 
     return ops.cond(good, lambda: triangular(root, zeros), otherwise)
+
+
+def _careful_cholesky(matrix):
+    """The Cholesky factor, NaN if there is none."""
+    values, _ = ops.eigh(matrix)
+    return ops.cond(
+        ops.all(values > 0.1 * TOLERANCE),
+        lambda: ops.cholesky(matrix),
+        lambda: ops.full_like(matrix, float("nan")),
+    )
 
 
 def _exceeds(pivots, bound):

@@ -271,7 +271,7 @@ class NoiseSampler(Sampler):
             precision,
             bounded=self.is_bounded,
             priors="all" if all(with_prior) else "some" if any(with_prior) else "none",
-            cholesky=self.jit_compile,
+            xla=self.jit_compile,
         )
         self._factor[position].assign(factor)
         self._reach[position].assign(reach)

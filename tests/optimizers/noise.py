@@ -121,11 +121,14 @@ def assert_covariance(draws, expected, what, largest_error=0.02):
     assert_close(pooled.mean(), 1.0, error, f"{what}: tr(P S) / D", largest_error=largest_error)
 
 
-def sample(optimizer, expected, gradient, *, steps, keep_every, chains, skip=0):
-    """Draws [n, D, chains] from a run that starts at the stationary law, without the first."""
+def sample(optimizer, expected, gradient, *, steps, keep_every, chains, skip=0, jit=True):
+    """Draws [n, D, chains] from a run that starts at the stationary law, without the first.
+
+    XLA takes longer to compile the factorisation of a matrix than the run takes without it.
+    """
     z = np.random.default_rng(1).standard_normal((len(expected), chains))
     start = (np.linalg.cholesky(expected) @ z).astype("float32")
-    return run(optimizer, start, gradient, steps=steps, keep_every=keep_every)[skip:]
+    return run(optimizer, start, gradient, steps=steps, keep_every=keep_every, jit=jit)[skip:]
 
 
 def copies(C, form, chains):

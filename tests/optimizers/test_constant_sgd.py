@@ -176,7 +176,7 @@ def test_the_chain_has_the_covariance_that_theory_predicts(form, mu):
     continuous = theory.momentum_stationary_covariance(A5, C5, H, discrete=False, **scales)
     if mu == 1:
         assert np.trace(np.linalg.solve(exact, continuous)) / D < 0.9
-    chains = 60 if form == "full" else 2000
+    chains = 40 if form == "full" else 2000
     optimizer = noise.given(
         sg.ConstantSGD,
         [noise.copies(C5, form, chains)],
@@ -194,5 +194,6 @@ def test_the_chain_has_the_covariance_that_theory_predicts(form, mu):
         keep_every=5,
         chains=chains,
         skip=16,
+        jit=form != "full",
     )
     noise.assert_covariance(draws, exact, f"{form}, mu = {mu}")
