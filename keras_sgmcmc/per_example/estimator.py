@@ -385,6 +385,8 @@ class _Sums:
         if gradient is None:
             return tf.zeros(variable.shape, variable.dtype)
         gradient = tf.cast(compilation.densify(gradient), variable.dtype)
+        # Some gradients have lost their static shape on the way.
+        gradient = tf.ensure_shape(gradient, variable.shape)
         total = gradient * tf.cast(self.factor, variable.dtype)
         if self.penalized and id(variable) in self.record.penalties:
             examples = tf.cast(self.examples, variable.dtype)
@@ -407,7 +409,7 @@ class _Sums:
             if source is None:
                 second[index] = tf.zeros_like(first[index])
             else:
-                second[index] = self._squares(source)
+                second[index] = tf.ensure_shape(self._squares(source), first[index].shape)
         if self.plan.general:
             whole = self.examples // self.group
             zeros = [tf.zeros(v.shape, v.dtype) for v in self._general_variables()]
