@@ -247,7 +247,7 @@ class Regression:
         model = keras.Sequential([keras.Input((self.D,)), keras.layers.Dense(1, use_bias=False)])
         loss = sg.GaussianNegativeLogLikelihood(self.NOISE_STD)
         model.compile(optimizer=optimizer, loss=loss, steps_per_execution=100)
-        samples = sg.callbacks.PosteriorSamples(burn_in=burn_in, thinning=2)
+        samples = sg.callbacks.PosteriorSamples(burn_in=burn_in, thinning=10)
         data = sg.minibatches(self.x, self.y, self.S, seed=1, steps=steps)
         history = model.fit(data, verbose=0, callbacks=[samples, *callbacks]).history
         (draws,) = samples.posterior.draws.values()
@@ -269,7 +269,7 @@ def test_full_forms_sample_bayesian_linear_regression(make):
         train_size=problem.N, batch_size=problem.S, prior=1.0, seed=3, warmup_steps=300
     )
     callbacks = [sg.callbacks.GradientNoise(every=2)]
-    draws, logs = problem.draws(optimizer, callbacks, steps=16_000, burn_in=1_000)
+    draws, logs = problem.draws(optimizer, callbacks, steps=7_000, burn_in=1_000)
     deviations = draws - problem.mean[:, 0]
     ratio = deviations.T @ deviations / len(draws) @ np.linalg.inv(problem.covariance)
     assert abs(np.trace(ratio) / problem.D - 1) < 0.15, ratio
@@ -293,7 +293,7 @@ def test_diagonal_forms_work_by_themselves(make):
     optimizer = make(
         train_size=problem.N, batch_size=problem.S, prior=1.0, seed=3, warmup_steps=300
     )
-    draws, logs = problem.draws(optimizer, [], steps=8_000, burn_in=1_000)
+    draws, logs = problem.draws(optimizer, [], steps=5_000, burn_in=1_000)
     variances = np.var(draws, axis=0) / np.diag(problem.covariance)
     assert np.all(np.abs(variances - 1) < 0.35), variances
     assert logs["warming_up"] == 0
