@@ -126,8 +126,10 @@ def test_moments_equal_a_plain_loop(name):
     check(estimator, model, x, y, 1e-5)
 
 
-@pytest.mark.parametrize("name", CHEAP)
-@pytest.mark.parametrize("mode", ["vectorized", "loop"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*((name, "vectorized") for name in CHEAP), ("dense", "loop"), ("convolution", "loop")],
+)
 def test_the_general_way_equals_a_plain_loop(name, mode):
     model, x, y = zoo.make(name)
     estimator = PerExampleGradients(model)
