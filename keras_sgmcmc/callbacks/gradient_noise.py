@@ -20,6 +20,8 @@ from keras_sgmcmc.per_example import Moments, PerExampleGradients
 from keras_sgmcmc.structures import MEMORY_BUDGET, STRUCTURES
 from keras_sgmcmc.validation import positive_integer, real_number
 
+# Weights from which the update of the averages is compiled.
+_FUSED_FROM = 100_000
 # Enough for the tail index.
 _TAIL_COORDINATES = 10_000
 
@@ -272,9 +274,11 @@ class GradientNoise(InGraphCallback):
         warmup = tf.cast(getattr(self.optimizer, "warmup_steps", None) or 0, step.dtype)
         settled = step > warmup
         first_settled = tf.logical_and(settled, step - self.every <= warmup)
-        # Many cheap operations on arrays as large as the weights: fused they cost one pass.
-        # Assignments that are passed to other replicas can't be compiled.
-        compiles = not compilation.is_distributed()
+        # Many cheap operations on arrays as large as the weights: fused they cost one pass, which
+        # on few weights is not worth the seconds that compiling takes. Assignments that are passed
+        # to other replicas can't be compiled.
+        weights = sum(math.prod(first.shape) for first in moments.first)
+        compiles = weights >= _FUSED_FROM and not compilation.is_distributed()
         average = compilation.compiled(self._add) if compiles else self._add
         average(moments, tf.convert_to_tensor(due), settled, first_settled)
         self._feed(settled)

@@ -579,3 +579,14 @@ def test_with_a_sampler_and_posterior_samples():
     gradients = zoo.loop(model, x, y)
     # The weights have moved a little since.
     assert noise.trace == pytest.approx(exact(gradients).sum(), rel=1.0)
+
+
+def test_the_update_of_many_weights_is_compiled(monkeypatch):
+    found = []
+    for threshold in (1, 100_000):
+        monkeypatch.setattr("keras_sgmcmc.callbacks.gradient_noise._FUSED_FROM", threshold)
+        model, x, y = make("dense")
+        noise = GradientNoise()
+        model.fit(x, y, batch_size=12, callbacks=[noise], verbose=0, shuffle=False)
+        found.append(variances(noise))
+    np.testing.assert_allclose(*found, rtol=1e-5)
