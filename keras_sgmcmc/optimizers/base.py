@@ -148,6 +148,8 @@ class Sampler(keras.optimizers.Optimizer):
 
     def prepare(self):
         """Work on the optimizer's own state, called by `apply` before the compiled update."""
+        # AutoGraph can't convert a body that is a docstring alone.
+        return None
 
     def curvature(self, gradients, variables):
         """What `correction` needs and only the graph of the forward pass can tell, or None.
