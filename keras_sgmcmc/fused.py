@@ -38,7 +38,7 @@ def reason_against(model, source, iterator):
         return f"XLA can't compile {unable}"
     if any(tf.config.list_logical_devices(kind) for kind in ("GPU", "TPU")):
         return None
-    slow = [layer.name for layer in layers if _is_slow_in_a_loop(layer)]
+    slow = [layer.name for layer in layers if is_slow_in_a_loop(layer)]
     if slow:
         return f"on a CPU a loop inside XLA makes {slow} slow"
     weights = sum(math.prod(variable.shape) for variable in model.trainable_variables)
@@ -47,7 +47,8 @@ def reason_against(model, source, iterator):
     return None
 
 
-def _is_slow_in_a_loop(layer):
+def is_slow_in_a_loop(layer):
+    """Whether a loop compiled by XLA for a CPU, which loses the threads, makes a layer slow."""
     if isinstance(layer, keras.layers.RNN | keras.layers.Bidirectional):
         return True
     return any("Conv" in kind.__name__ for kind in type(layer).__mro__)

@@ -58,10 +58,10 @@ class RunningCovariance:
     def __init__(self, shapes, dtypes, decay=None):
         self.decay = decay
         self.entries = [
-            _variable(shape, dtype, "noise_covariance")
+            statistic(shape, "noise_covariance", dtype)
             for shape, dtype in zip(shapes, dtypes, strict=True)
         ]
-        self.examples = _variable((), "float32", "noise_examples")
+        self.examples = statistic((), "noise_examples")
 
     def update(self, estimates, examples, valid, restart):
         """Add the estimate from `examples` examples.
@@ -125,7 +125,8 @@ def effective_rank(entries, structure):
     return 1.0 / sum(map(float, squares))
 
 
-def _variable(shape, dtype, name):
+def statistic(shape, name, dtype="float32"):
+    """A variable for what a step gathers: zeros, the same on all replicas."""
     return keras.Variable(
         initializer="zeros",
         shape=shape,

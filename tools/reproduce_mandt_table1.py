@@ -6,15 +6,14 @@ Linear regression on the white wines and on protein, logistic regression on skin
 of precision 1, no intercept, the paper's batch sizes. Chains start at the mode and run through
 `fit`; what they visit after warm-up gives a mean and a covariance, whose KL divergence to the exact
 posterior (on skin: its Laplace approximation) is printed beside what `theory` predicts for the
-chain, and the paper's figure. A KL from n draws is too large by D (D + 1) / (4 n_cov) + D / (2
-n_mean) on average: that bias is printed beside it, with effective numbers of draws from batch
-means, and no KL is printed below 100 of them.
+chain. A KL from n draws is too large by D (D + 1) / (4 n_cov) + D / (2 n_mean) on average: that
+bias is printed beside it, with effective numbers of draws from batch means, and no KL is printed
+below 100 of them.
 
 The prediction takes into account that the noise of the batches grows off the mode (regression), and
 is exact for the discrete chain. Features and targets are standardised; with the features scaled to
 unit maximum (`--scaling maximum`) the noise grows so much that a constant step of any method stays
-away from the posterior of the wines. The paper's targets are not standardised, so its figures are
-of another problem.
+away from the posterior of the wines.
 """
 
 import argparse
@@ -34,13 +33,6 @@ from keras_sgmcmc import theory
 
 PRIOR = 1.0
 PROBLEMS = ("wine", "protein", "skin")
-PAPER = {
-    "constant SGD scalar": (18.7, 1000.9, 0.471),
-    "constant SGD diagonal": (14.0, 678.4, 0.921),
-    "constant SGD full": (0.7, 1.8, 0.005),
-    "SGFS diagonal, a = 0": (12.8, 597.4, 0.864),
-    "SGFS full, a = 0": (0.8, 1.3, 0.005),
-}
 
 
 class Moments(sg.callbacks.InGraphCallback):
@@ -181,7 +173,7 @@ def main():
         ratio = theory.sandwich_ratio(posterior.A, posterior.C)
         print(f"\n{name}: N = {N}, D = {D}, S = {S}, tr(A^-1 C) / D = {ratio:.3f}")
         print(
-            f"{'method':28} {'KL':>8} {'bias':>7} {'theory':>8} {'paper':>6}"
+            f"{'method':28} {'KL':>8} {'bias':>7} {'theory':>8}"
             f" {'trace':>7} {'theory':>7} {'n_cov':>8} {'us/step':>8}"
         )
         for label, (optimizer, H, Q) in methods(posterior, N, S).items():
@@ -198,9 +190,8 @@ def main():
             kl = theory.gaussian_kl(white, np.eye(D), mean, np.zeros(D))
             bias = D * (D + 1) / (4 * n_cov) + D / (2 * n_mean)
             shown = f"{kl:8.4f} {bias:7.4f}" if min(n_mean, n_cov) >= 100 else f"{'-':>8} {'-':>7}"
-            paper = PAPER[label][PROBLEMS.index(name)] if label in PAPER else "-"
             print(
-                f"{label:28} {shown} {theory_kl:8.4f} {paper!s:>6}"
+                f"{label:28} {shown} {theory_kl:8.4f}"
                 f" {np.trace(white) / D:7.3f} {theory_trace:7.3f} {n_cov:8.0f}"
                 f" {1e6 * seconds / int(optimizer.iterations.numpy()):8.0f}",
                 flush=True,

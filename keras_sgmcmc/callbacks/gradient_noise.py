@@ -14,10 +14,11 @@ from keras_sgmcmc.noise_covariance import (
     effective_rank,
     estimate,
     examples_needed,
+    statistic,
     trace,
 )
 from keras_sgmcmc.per_example import Moments, PerExampleGradients
-from keras_sgmcmc.structures import MEMORY_BUDGET, STRUCTURES
+from keras_sgmcmc.structures import MEMORY_BUDGET, STRUCTURES, layer_path
 from keras_sgmcmc.validation import positive_integer, real_number
 
 # Weights from which the update of the averages is compiled.
@@ -62,8 +63,8 @@ class GradientNoise(InGraphCallback):
         memory_budget: Bytes that matrices, and temporary arrays as much again, may take.
 
     Raises:
-        ValueError: If an argument is out of range; when training begins, if the matrices don't fit
-            `memory_budget`; at the first batch, if it has only one microbatch.
+        ValueError: If an argument is out of range; at the first batch, if the matrices don't fit
+            `memory_budget` or if it has only one microbatch.
 
     Example:
 
@@ -115,7 +116,7 @@ class GradientNoise(InGraphCallback):
             return dict(zip(paths, entries, strict=True))
         if self._estimator.structure == "full":
             return entries[0]
-        layers = [variables[block[0]].path.rsplit("/", 1)[0] for block in blocks]
+        layers = [layer_path(variables[block[0]]) for block in blocks]
         return dict(zip(layers, entries, strict=True))
 
     @property
@@ -196,10 +197,10 @@ class GradientNoise(InGraphCallback):
         self._needed = examples_needed(
             shapes, structure, getattr(self.optimizer, "train_size", None)
         )
-        self._square_gradient = _state((), "square_gradient")
-        self._log_moments = _state((3,), "log_moments")
-        self._errors = _state((len(variables),), "closed_form_errors")
-        self._verified = _state((), "verified")
+        self._square_gradient = statistic((), "square_gradient")
+        self._log_moments = statistic((3,), "log_moments")
+        self._errors = statistic((len(variables),), "closed_form_errors")
+        self._verified = statistic((), "verified")
         self._awaiting_verification, self._reported = True, False
 
     def wrap(self, step):
@@ -275,10 +276,12 @@ class GradientNoise(InGraphCallback):
         settled = step > warmup
         first_settled = tf.logical_and(settled, step - self.every <= warmup)
         # Many cheap operations on arrays as large as the weights: fused they cost one pass, which
-        # on few weights is not worth the seconds that compiling takes. Assignments that are passed
-        # to other replicas can't be compiled.
+        # on few weights is not worth the seconds that compiling takes, nor in an eager step, which
+        # would compile again every time. Assignments that are passed to other replicas can't be
+        # compiled.
         weights = sum(math.prod(first.shape) for first in moments.first)
-        compiles = weights >= _FUSED_FROM and not compilation.is_distributed()
+        once = not compilation.is_eager() and not compilation.is_distributed()
+        compiles = once and weights >= _FUSED_FROM
         average = compilation.compiled(self._add) if compiles else self._add
         average(moments, tf.convert_to_tensor(due), settled, first_settled)
         self._feed(settled)
@@ -393,14 +396,3 @@ class GradientNoise(InGraphCallback):
     @classmethod
     def from_config(cls, config):
         return cls(**config)
-
-
-def _state(shape, name):
-    return keras.Variable(
-        initializer="zeros",
-        shape=shape,
-        dtype="float32",
-        trainable=False,
-        aggregation="only_first_replica",
-        name=name,
-    )

@@ -50,12 +50,12 @@ class pSGLD(Sampler):
         include_gamma: Whether to add the drift (eta T / N) Gamma while V adapts. h_ii comes from
             the graph of the step: exact, by one Hessian-vector product a weight, for models of up
             to 200 weights, and for larger ones an unbiased estimate by one product with random
-            signs (Hutchinson), which makes the step of a large network 1.2 to 3 times as long. A
-            regularizer of a layer is part of the loss, and so of g and h. Needs a traced step:
-            not with `run_eagerly=True`, gradient accumulation, several replicas, or float16.
+            signs (Hutchinson), about the cost of another backward pass. A regularizer of a layer is
+            part of the loss, and so of g and h. Needs a traced step: not with `run_eagerly=True`,
+            gradient accumulation, several replicas, or float16.
             Gamma can be as large as sqrt(1 - rho) |h_ii| / epsilon^2, so give `epsilon` the size of
-            a hundredth of the gradients at least: on N(0, 1) the default threw 3 % of 10,000 chains
-            beyond 10 standard deviations within 20,000 steps. Defaults to False.
+            a hundredth of the gradients at least: with the default a chain whose gradients have
+            been small for a while can be thrown far out. Defaults to False.
         **kwargs: See `keras_sgmcmc.optimizers.Sampler`: `train_size`, `prior`, `temperature`,
             `seed`, `jit_compile`, and the common arguments of Keras' optimizers.
 

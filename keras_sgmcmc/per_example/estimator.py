@@ -29,8 +29,8 @@ _CHUNK_SHARE = 8
 _LONGEST_CHUNK = 256
 # Where the number of examples isn't known while tracing: filling the last chunk up costs.
 _UNKNOWN_CHUNK = 32
-# On a CPU these corrupt the memory of TensorFlow 2.21 when `vectorized_map` runs them without XLA.
 _CONTROL_FLOW = ("While", "StatelessWhile", "If", "StatelessIf")
+# On a CPU these corrupt the memory of TensorFlow 2.21 when `vectorized_map` runs them without XLA.
 _UNSAFE_WITHOUT_XLA = ("Einsum", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
 
 

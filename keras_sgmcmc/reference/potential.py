@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import tree
 
 from keras_sgmcmc import predictive
+from keras_sgmcmc.fused import is_slow_in_a_loop
 from keras_sgmcmc.guards import check_loss
 from keras_sgmcmc.optimizers.base import Sampler, _as_prior
 from keras_sgmcmc.priors import DistributionPrior, GaussianPrior
@@ -18,20 +19,6 @@ _logger = logging.getLogger("keras_sgmcmc")
 
 # Beyond this, data and draws are refused.
 MAX_BYTES = 4 * 2**30
-
-_RECURRENT_OR_CONVOLUTIONAL = (
-    keras.layers.RNN,
-    keras.layers.Conv1D,
-    keras.layers.Conv2D,
-    keras.layers.Conv3D,
-    keras.layers.Conv1DTranspose,
-    keras.layers.Conv2DTranspose,
-    keras.layers.Conv3DTranspose,
-    keras.layers.DepthwiseConv1D,
-    keras.layers.DepthwiseConv2D,
-    keras.layers.SeparableConv1D,
-    keras.layers.SeparableConv2D,
-)
 
 
 class Potential:
@@ -300,11 +287,7 @@ def compile_or_trace(potential, function, jit_compile):
         )
     automatic = jit_compile == "auto"
     if automatic:
-        # A loop compiled for a CPU loses the threaded kernels of convolutions.
-        heavy = any(
-            isinstance(layer, _RECURRENT_OR_CONVOLUTIONAL)
-            for layer in potential.model._flatten_layers()
-        )
+        heavy = any(map(is_slow_in_a_loop, potential.model._flatten_layers()))
         jit_compile = bool(tf.config.list_logical_devices("GPU")) or not heavy
     chosen = [tf.function(function, jit_compile=jit_compile, autograph=False)]
 
