@@ -28,21 +28,13 @@ GENERAL = {
     "folded_batch": (2, NOT_BATCH),
     "moved_batch": (2, NOT_BATCH),
 }
-# Where the backward pass of the training step can't serve: layers that behave differently in
-# training, or functions whose graphs can't be compared.
+# Where the backward pass of the training step can't serve although all has closed forms: layers that
+# behave differently in training, or functions whose graphs can't be compared.
 NOT_SHARED = {
     "attention_dropout",
     "normalizations",
     "batch_normalization",
     "dropout",
-    "masked_sequence",
-    "tied_weights",
-}
-OWN_GRAPHS = {
-    "gru_masked",
-    "simple_rnn",
-    "in_function",
-    "in_loop",
     "convolution_grouped",
 }
 CHEAP = [
@@ -118,10 +110,7 @@ def test_moments_equal_a_plain_loop(name):
     assert len(plan.general) == len(plan.reasons) == count, plan.reasons
     assert all(reason in found for found in plan.reasons.values())
     assert len(plan.closed) + count == len(model.trainable_variables)
-    if name in NOT_SHARED:
-        assert not plan.shared
-    elif name not in OWN_GRAPHS:
-        assert plan.shared
+    assert plan.shared == (count == 0 and name not in NOT_SHARED)
     assert (plan.mode is None) == (count == 0)
     check(estimator, model, x, y, 1e-5)
 
