@@ -40,6 +40,12 @@ def traced(function):
     return tf.function(function, autograph=False)
 
 
+def any_shapes(function, *dtypes):
+    """`function` of tensors of any shapes as one graph, traced once for all that call it."""
+    signature = [tf.TensorSpec(None, dtype) for dtype in dtypes]
+    return tf.function(function, input_signature=signature, autograph=False)
+
+
 def conditionally(predicate, function):
     """Run `function()`, which assigns to variables, if a scalar tensor is true, in any step."""
 

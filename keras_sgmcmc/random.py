@@ -17,9 +17,13 @@ References:
   Mathematical Statistics 29(2), 1958.
 """
 
+import functools
 import random as python_random
 
+import keras
 from keras import ops
+
+from keras_sgmcmc import compilation
 
 # sin(pi s / 2) / s in powers of s^2, interpolated at Chebyshev's nodes: error below 3e-11.
 _SINE = (
@@ -41,6 +45,9 @@ def draw_seed():
 
 
 def _uint32(value):
+    if isinstance(value, int):
+        # One operation: there are many in every trace of a step.
+        return ops.convert_to_tensor(value % 2**32, dtype="uint32")
     return ops.cast(ops.convert_to_tensor(value), "uint32")
 
 
@@ -63,7 +70,7 @@ def counter(shape, zero):
     stride = 1
     for axis in reversed(range(len(shape))):
         column = (-1,) + (1,) * (len(shape) - 1 - axis)
-        steps = _range(shape[axis], zero) * _uint32(stride % 2**32)
+        steps = _range(shape[axis], zero) * _uint32(stride)
         positions = positions + ops.reshape(steps, column)
         stride *= shape[axis]
     return positions
@@ -71,12 +78,13 @@ def counter(shape, zero):
 
 def pcg4d(x, y, z, w):
     """Hash of four `uint32` tensors to four `uint32` tensors (Jarzynski & Olano 2020)."""
-    x, y, z, w = (v * _uint32(1664525) + _uint32(1013904223) for v in (x, y, z, w))
+    factor, addend, half = (_uint32(constant) for constant in (1664525, 1013904223, 16))
+    x, y, z, w = (v * factor + addend for v in (x, y, z, w))
     x = x + y * w
     y = y + z * x
     z = z + x * y
     w = w + y * z
-    x, y, z, w = (ops.bitwise_xor(v, ops.right_shift(v, _uint32(16))) for v in (x, y, z, w))
+    x, y, z, w = (ops.bitwise_xor(v, ops.right_shift(v, half)) for v in (x, y, z, w))
     x = x + y * w
     y = y + z * x
     z = z + x * y
@@ -94,10 +102,13 @@ def words(shape, *, seed, step, stream):
     Returns:
         Two `uint32` tensors of shape `shape`.
     """
-    step, stream, seed = (_uint32(word) for word in (step, stream, seed))
-    elements = counter(shape, zero=ops.bitwise_xor(step, step))
-    _, _, z, w = pcg4d(elements, step, stream, seed)
+    _, _, z, w = pcg4d(*_counters(shape, seed, step, stream))
     return w, z
+
+
+def _counters(shape, seed, step, stream):
+    step, stream, seed = (_uint32(word) for word in (step, stream, seed))
+    return counter(shape, zero=ops.bitwise_xor(step, step)), step, stream, seed
 
 
 def normal_from_words(radius, angle, dtype):
@@ -115,6 +126,22 @@ def normal_from_words(radius, angle, dtype):
     return ops.sqrt(-2.0 * ops.log(u)) * (s * sine)
 
 
+@functools.cache
+def _hashed_normal(dtype):
+    """Function of (element, step, stream, seed), `uint32` tensors, to normals of `dtype`.
+
+    A graph of its own, since its many operations would take most of the time in which the update
+    of a model with many variables is traced.
+    """
+
+    def hashed(*counters):
+        _, _, z, w = pcg4d(*counters)
+        return normal_from_words(w, z, dtype)
+
+    return compilation.any_shapes(hashed, *["uint32"] * 4)
+
+
 def normal(shape, dtype, *, seed, step, stream):
     """Standard normals of `shape` and `dtype` for `(seed, step, stream)`; see `words`."""
-    return normal_from_words(*words(shape, seed=seed, step=step, stream=stream), dtype)
+    counters = _counters(shape, seed, step, stream)
+    return ops.reshape(_hashed_normal(keras.backend.standardize_dtype(dtype))(*counters), shape)

@@ -4,6 +4,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import gc
+
 import keras
 import pytest
 
@@ -13,6 +15,14 @@ from keras_sgmcmc import compilation
 @pytest.fixture(autouse=True)
 def fixed_seed():
     keras.utils.set_random_seed(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten_graphs():
+    """Free a file's graphs when it is done, and never look through what remains again."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

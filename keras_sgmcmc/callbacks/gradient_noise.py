@@ -17,6 +17,7 @@ from keras_sgmcmc.noise_covariance import (
     statistic,
     trace,
 )
+from keras_sgmcmc.optimizers.base import Sampler
 from keras_sgmcmc.per_example import Moments, PerExampleGradients
 from keras_sgmcmc.structures import MEMORY_BUDGET, STRUCTURES, layer_path
 from keras_sgmcmc.validation import positive_integer, real_number
@@ -51,7 +52,8 @@ class GradientNoise(InGraphCallback):
     other optimizers the callback is a diagnosis.
 
     History and the progress bar show, at the end of an epoch, `gradient_noise_trace` (tr C),
-    `gradient_noise_rank` ((tr C)^2 / tr C^2) and `gradient_noise_scale`.
+    `gradient_noise_rank` ((tr C)^2 / tr C^2) and `gradient_noise_scale`; and `noise_ratio`, the
+    predicted excess of the variance, if the optimizer is `SGLD` or `pSGLD`.
 
     Args:
         microbatch_size: Examples whose gradients are taken together, m. More makes the general way
@@ -150,6 +152,27 @@ class GradientNoise(InGraphCallback):
         return self.trace / square if square > 0 else math.inf
 
     @property
+    def noise_ratio(self):
+        """tr(H C H / S) / tr(2 T H / N) of `SGLD` and `pSGLD`; S are the rows of an update.
+
+        The predicted share by which the variance of the draws is too large.
+        """
+        self._check_started()
+        if not self._adds_all_noise():
+            raise ValueError(
+                "`noise_ratio` is that of a sampler that adds all the noise that is wanted, `SGLD` "
+                f"or `pSGLD`. Received: {type(self.optimizer).__name__}"
+            )
+        variances = diagonals(self._average.entries, self._estimator.structure)
+        variances = self._by_variable(variances, [v.shape for v in self._estimator.variables])
+        accumulated = self.optimizer.gradient_accumulation_steps or 1
+        return self.optimizer.noise_ratio(variances, float(self._rows.numpy()) * accumulated)
+
+    def _adds_all_noise(self):
+        optimizer = self.optimizer
+        return isinstance(optimizer, Sampler) and not optimizer.uses_batch_noise
+
+    @property
     def tail_index(self):
         """Index alpha of a symmetric stable law fitted to the noise of the batch gradient.
 
@@ -199,6 +222,7 @@ class GradientNoise(InGraphCallback):
         )
         self._square_gradient = statistic((), "square_gradient")
         self._log_moments = statistic((3,), "log_moments")
+        self._rows = statistic((), "rows")
         self._errors = statistic((len(variables),), "closed_form_errors")
         self._verified = statistic((), "verified")
         self._awaiting_verification, self._reported = True, False
@@ -298,6 +322,7 @@ class GradientNoise(InGraphCallback):
         square = tf.add_n([tf.cast(s, "float32") for s in squares]) / tf.square(number)
         valid &= tf.math.is_finite(total) & tf.math.is_finite(square)
         rate = self._average.update(estimates, number, valid, first_settled)
+        self._rows.assign(tf.where(valid, tf.cast(number, "float32"), self._rows))
         old = tf.convert_to_tensor(self._square_gradient)
         square -= total / number
         self._square_gradient.assign(tf.where(valid, old + rate * (square - old), old))
@@ -307,13 +332,7 @@ class GradientNoise(InGraphCallback):
         """Add to the moments of log |X| from which the tail index comes."""
         every = -(-sum(math.prod(f.shape) for f in first) // _TAIL_COORDINATES)
         variances = diagonals(self._average.entries, self._estimator.structure)
-        if self._estimator.blocks is not None:
-            # The variables of a block follow each other.
-            sizes = [[math.prod(first[i].shape) for i in b] for b in self._estimator.blocks]
-            parts = [tf.split(v, s) for v, s in zip(variances, sizes, strict=True)]
-            order = [i for block in self._estimator.blocks for i in block]
-            variances = dict(zip(order, (part for group in parts for part in group), strict=True))
-            variances = [variances[i] for i in range(len(first))]
+        variances = self._by_variable(variances, [f.shape for f in first])
 
         def some(tensors):
             thinned = [tf.reshape(t, [-1])[::every] for t in tensors]
@@ -331,6 +350,17 @@ class GradientNoise(InGraphCallback):
         share = tf.math.divide_no_nan(count, total)
         moved = old[1:] + share * (tf.math.divide_no_nan(sums, count) - old[1:])
         self._log_moments.assign(tf.concat([[total], moved], 0))
+
+    def _by_variable(self, variances, shapes):
+        """The diagonals of the entries of C as one tensor for each variable, of its shape."""
+        if self._estimator.blocks is None:
+            return variances
+        found = {}
+        for block, diagonal in zip(self._estimator.blocks, variances, strict=True):
+            # The variables of a block follow each other.
+            parts = tf.split(diagonal, [math.prod(shapes[i]) for i in block])
+            found.update(zip(block, parts, strict=True))
+        return [tf.reshape(found[i], shape) for i, shape in enumerate(shapes)]
 
     def _feed(self, settled):
         if not hasattr(self.optimizer, "update_noise_covariance"):
@@ -381,6 +411,8 @@ class GradientNoise(InGraphCallback):
         logs["gradient_noise_trace"] = self.trace
         logs["gradient_noise_rank"] = self.effective_rank
         logs["gradient_noise_scale"] = self.gradient_noise_scale
+        if self._adds_all_noise():
+            logs["noise_ratio"] = self.noise_ratio
         if hasattr(self.optimizer, "noise_logs"):
             logs.update(self.optimizer.noise_logs())
 

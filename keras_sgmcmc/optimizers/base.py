@@ -146,6 +146,10 @@ class Sampler(keras.optimizers.Optimizer):
         temperature = ops.cast(self._temperature, preconditioner.dtype)
         return (2.0 * temperature / self.train_size) * preconditioner
 
+    def step_size(self, index):
+        """H of variable number `index` as it is now, for reports: a scalar, or of its shape."""
+        raise NotImplementedError
+
     def prepare(self):
         """Work on the optimizer's own state, called by `apply` before the compiled update."""
         # AutoGraph can't convert a body that is a docstring alone.
@@ -346,6 +350,27 @@ class Sampler(keras.optimizers.Optimizer):
             for shape in shapes
         ]
         return self._slots[name]
+
+    def noise_ratio(self, variances, rows):
+        """tr(H C H / S) / tr(2 T H / N): noise of the batches against the noise wanted.
+
+        For samplers that add all the noise that is wanted it is, to first order, by how much the
+        variance is too large, as a share of it.
+
+        Args:
+            variances: C_kk, the variance of each weight's per-example gradient: one tensor for
+                each sampled variable.
+            rows: Rows of an update, S.
+
+        Returns:
+            A float; infinite for T = 0, where no noise is wanted.
+        """
+        brought = wanted = 0.0
+        for index, variance in enumerate(variances):
+            H = ops.broadcast_to(ops.cast(self.step_size(index), variance.dtype), variance.shape)
+            brought += float(ops.sum(ops.square(H) * variance)) / rows
+            wanted += 2.0 * float(self._temperature) * float(ops.sum(H)) / self.train_size
+        return brought / wanted if wanted > 0 else math.inf
 
     @property
     def temperature(self):

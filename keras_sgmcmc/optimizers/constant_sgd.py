@@ -1,6 +1,7 @@
 """Constant stochastic gradient descent as a sampler."""
 
 import math
+import warnings
 
 import keras
 import numpy as np
@@ -13,6 +14,8 @@ from keras_sgmcmc.validation import real_number
 _PRECONDITIONERS = ("scalar", "diagonal", "sqrt", "full")
 # By default no coordinate is moved as if its variance were a smaller part of the mean variance.
 _SMALLEST_VARIANCE = 1e-6
+# Relative excess of the variance above which a warning is due.
+_LARGEST_BIAS = 0.05
 
 
 @keras.saving.register_keras_serializable(package="keras_sgmcmc")
@@ -35,7 +38,8 @@ class ConstantSGD(NoiseSampler):
     | `"full"` | 2 N T (N^2 C / S + T Lambda)^-1 | theorem 2, with the prior's precision Lambda |
 
     The full form samples the posterior up to the discretisation, which makes the variance
-    1 / (1 - S / N) as large where C is the Hessian; the others get the trace or the diagonal right.
+    1 / (1 - S T / N) as large where C is the Hessian (a warning says so where that is above 1.05);
+    the others get the trace or the diagonal right.
     It needs batches that are drawn independently (`keras_sgmcmc.minibatches`).
 
     C comes from `callbacks.GradientNoise`. Without it the diagonal forms take the spread of the
@@ -142,12 +146,26 @@ class ConstantSGD(NoiseSampler):
         if self.built:
             return
         super().build(variables)
+        self._warn_of_large_batches()
         if self.momentum > 0:
             self._velocity = self.add_slots("velocity")
         if self.noise_structure == "diagonal":
             shapes = [()] * len(self._trainable_variables)
             self._sums = self.add_state("variance_sum", shapes)
             self._root_sums = self.add_state("deviation_sum", shapes)
+
+    def _warn_of_large_batches(self):
+        share = self._configured_temperature * self.batch_size / self.train_size
+        if share > _LARGEST_BIAS:
+            excess = f"{share / (1 - share):.0%} too large" if share < 1 else "without bound"
+            warnings.warn(
+                f"Batches of {self.batch_size} of {self.train_size} rows make the optimal step so "
+                f"long that the variance comes out {excess} where C is the Hessian: 1 / (1 - S T / "
+                f"N) times the posterior's. Take batches of at most "
+                f"{max(1, int(_LARGEST_BIAS * self.train_size / self._configured_temperature))} "
+                "rows, or SGFS, whose variance does not depend on the batch.",
+                stacklevel=3,
+            )
 
     def _store(self, index, covariance):
         super()._store(index, covariance)
@@ -184,13 +202,15 @@ class ConstantSGD(NoiseSampler):
     def noise_logs(self):
         """See `NoiseSampler.noise_logs`; and `optimal_learning_rate`, `predicted_variance_bias`.
 
-        The bias is S / N: that of the discretisation, relative to the variance, where C is the
+        The bias is S T / N: that of the discretisation, relative to the variance, where C is the
         Hessian.
         """
         logs = super().noise_logs()
         if logs.get("warming_up") == 0:
             logs["optimal_learning_rate"] = self.optimal_learning_rate
-            logs["predicted_variance_bias"] = self.batch_size / self.train_size
+            temperature = float(ops.convert_to_numpy(self._temperature))
+            bias = temperature * self.batch_size / self.train_size
+            logs["predicted_variance_bias"] = bias
         return logs
 
     def get_config(self):

@@ -101,7 +101,7 @@ class NoiseSampler(Sampler):
         """w, the weight of C in J."""
         raise NotImplementedError
 
-    def noise_ratio(self):
+    def fisher_noise(self):
         """a^2, for B = a^2 J."""
         return 0.0
 
@@ -135,7 +135,7 @@ class NoiseSampler(Sampler):
         """H, Q, and the bracket J + B, of one variable, elementwise."""
         N, T = self.train_size, ops.convert_to_tensor(self._temperature)
         Lambda = self._precision(index)
-        ratio, beta = self.noise_ratio(), self.identity_noise()
+        ratio, beta = self.fisher_noise(), self.identity_noise()
         J = self.fisher_weight() * self.variance(index) + self.bracketed_precision(Lambda)
         B = ratio * J if beta is None else ops.full_like(J, beta)
         bracket = J + B
@@ -156,7 +156,7 @@ class NoiseSampler(Sampler):
 
     def _rates(self, reach):
         """H and Q, as vectors, in the rows' directions of F."""
-        a2 = self.noise_ratio()
+        a2 = self.fisher_noise()
         T = ops.convert_to_tensor(self._temperature)
         share = a2 / (1.0 + a2)
         H = 2.0 * self.train_size * reach / (1.0 + a2)

@@ -128,6 +128,11 @@ class pSGLD(Sampler):
                 stacklevel=3,
             )
 
+    def step_size(self, index):
+        moment = ops.convert_to_tensor(self._second_moments[index])
+        rate = ops.cast(self._get_current_learning_rate(), moment.dtype)
+        return rate / (self.epsilon + ops.sqrt(moment))
+
     def preconditioner(self, index, gradient, learning_rate):
         moment = self._second_moments[index]
         adapted = self.rho * moment + (1 - self.rho) * ops.square(gradient)

@@ -118,7 +118,7 @@ class SGFS(NoiseSampler):
     def fisher_weight(self):
         return (1.0 + self._batch_ratio()) * self.train_size
 
-    def noise_ratio(self):
+    def fisher_noise(self):
         if self._is_largest or self.noise != "fisher":
             return 0.0
         return 4.0 / ops.convert_to_tensor(self.learning_rate)
@@ -156,7 +156,7 @@ class SGFS(NoiseSampler):
         logs = super().noise_logs()
         if logs.get("warming_up") == 0:
             ratio = float(ops.convert_to_numpy(self._batch_ratio()))
-            a2 = float(ops.convert_to_numpy(self.noise_ratio()))
+            a2 = float(ops.convert_to_numpy(self.fisher_noise()))
             logs["batch_noise_share"] = ratio / ((1 + ratio) * (1 + a2))
         return logs
 

@@ -40,5 +40,8 @@ class SGLD(Sampler):
     def __init__(self, learning_rate=0.01, **kwargs):
         super().__init__(learning_rate, **kwargs)
 
+    def step_size(self, index):
+        return self._get_current_learning_rate()
+
     def preconditioner(self, index, gradient, learning_rate):
         return learning_rate, None

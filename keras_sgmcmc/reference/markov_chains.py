@@ -41,6 +41,8 @@ class ChainsPosterior(Posterior):
         acceptance: Mean acceptance probability of each chain, shape (C,).
         divergences: Number of divergent transitions of each chain after warm-up, shape (C,).
         gradients: Gradients of U that each chain took after warm-up, shape (C,).
+        seconds: Wall time of the draws, compilation excluded.
+        warmup_seconds: Wall time of the warm-up, compilation of the transitions excluded.
     """
 
     def __init__(self, model, variables, draws, steps, count):
@@ -161,6 +163,8 @@ class _Chains:
         self.target_accept = target_accept
         self.seed = tf.constant(np.uint32(seed).view("int32"))
         self.step = 0
+        self.seconds = 0.0
+        self._compiled = False
         self._block = 1
         self._bootstrap = tf.function(self._bootstrap_graph, autograph=False)
         self._try_step = tf.function(self._try_step_graph, autograph=False)
@@ -261,26 +265,34 @@ class _Chains:
 
     def run(self, count, bar):
         """`count` transitions: draws (count, C, D), acceptance, divergences and leapfrogs."""
+        if not self._compiled:
+            # No transition: so that the times and the block's length are those of transitions.
+            self._compiled = True
+            self._call(0)
         parts = []
         while count > 0:
             steps = min(self._block, count)
             began = time.monotonic()
-            self.z, self.results, blocks = self._advance(
-                self.z,
-                self.results,
-                self.scale,
-                tf.constant(self.step),
-                tf.constant(steps),
-                self.seed,
-                self.potential.data,
-            )
+            self.z, self.results, blocks = self._call(steps)
             parts.append([block.numpy()[:steps] for block in blocks])
             pace = (time.monotonic() - began) / steps
             self._block = int(np.clip(_SECONDS / pace, 1, min(2 * self._block, _BLOCK)))
             self.step += steps
             count -= steps
+            self.seconds += time.monotonic() - began
             bar.add(steps)
         return [np.concatenate(part) for part in zip(*parts, strict=True)]
+
+    def _call(self, steps):
+        return self._advance(
+            self.z,
+            self.results,
+            self.scale,
+            tf.constant(self.step),
+            tf.constant(steps),
+            self.seed,
+            self.potential.data,
+        )
 
     @property
     def step_size(self):
@@ -498,6 +510,7 @@ def _run(
     chains = _Chains(potential, method, target_accept, seed, jit_compile)
     bar = progress_bar(warmup + draws, verbose, "draw")
     _warm_up(chains, vectors, warmup, bar)
+    warmup_seconds = chains.seconds
     vectors, acceptance, divergent, leapfrogs = chains.run(draws, bar)
     by_chain = np.moveaxis(vectors, 1, 0).reshape(count * draws, -1)
     posterior = ChainsPosterior(
@@ -512,6 +525,8 @@ def _run(
     posterior.acceptance = acceptance.mean(axis=0, dtype="float64")
     posterior.divergences = divergent.sum(axis=0)
     posterior.gradients = leapfrogs.sum(axis=0)
+    posterior.warmup_seconds = warmup_seconds
+    posterior.seconds = chains.seconds - warmup_seconds
     _report(posterior, draws)
     return posterior
 

@@ -1,5 +1,7 @@
 """Constant SGD: the optimal steps, and the stationary law that they give."""
 
+import warnings
+
 import keras
 import noise
 import numpy as np
@@ -56,8 +58,19 @@ def test_the_step_is_that_of_the_table_and_nothing_is_injected(form, S, momentum
     assert optimizer.optimal_learning_rate == pytest.approx(scalar, rel=1e-5)
     logs = optimizer.noise_logs()
     assert logs["optimal_learning_rate"] == optimizer.optimal_learning_rate
-    assert logs["predicted_variance_bias"] == S / N
+    assert logs["predicted_variance_bias"] == pytest.approx(T * S / N)
     assert logs["capped_share"] == logs["silent_coordinates"] == 0
+
+
+@pytest.mark.usefixtures("without_xla")
+@pytest.mark.parametrize(("rows", "T", "excess"), [(60, 1.0, "6%"), (200, 0.5, "11%"), (50, 1, "")])
+def test_batches_that_bias_the_variance_are_warned_of(rows, T, excess):
+    optimizer = sg.ConstantSGD(train_size=1000, batch_size=rows, temperature=T)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.build([keras.Variable(np.zeros(2, "float32"))])
+    messages = [str(w.message) for w in caught]
+    assert any(f"{excess} too large" in m and "SGFS" in m for m in messages) == bool(excess)
 
 
 @pytest.mark.usefixtures("without_xla")

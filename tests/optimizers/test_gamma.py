@@ -169,9 +169,14 @@ def test_bfloat16_gives_the_drift_to_its_rounding(monkeypatch, mixed_precision):
 
     single = drifts()
     mixed_precision("mixed_bfloat16")
+    same_sign = []
     for ours, theirs in zip(drifts(), single, strict=True):
         assert np.any(ours != theirs)
-        np.testing.assert_allclose(ours, theirs, atol=0.15 * np.abs(theirs).max())
+        tolerance = 0.15 * np.abs(theirs).max()
+        np.testing.assert_allclose(np.abs(ours), np.abs(theirs), atol=tolerance)
+        same_sign.append((np.sign(ours) == np.sign(theirs)).ravel())
+    # V is g^2 at first, so Gamma has the sign of g, which rounding may turn where g is near 0.
+    assert np.mean(np.concatenate(same_sign)) > 0.9
 
 
 # The law that is sampled

@@ -28,7 +28,7 @@ GENERAL = {
     "folded_batch": (2, NOT_BATCH),
     "moved_batch": (2, NOT_BATCH),
 }
-# Where the backward pass of the training step can't serve although all has closed forms: layers that
+# Where all has closed forms and yet the backward pass of the training step can't serve: layers that
 # behave differently in training, or functions whose graphs can't be compared.
 NOT_SHARED = {
     "attention_dropout",
