@@ -1,6 +1,7 @@
 """Stops a chain that diverges."""
 
 import math
+import warnings
 
 import keras
 import numpy as np
@@ -8,6 +9,7 @@ from keras import ops
 
 from keras_sgmcmc import compilation, fit_run
 from keras_sgmcmc.callbacks.step_callback import StepCallback
+from keras_sgmcmc.stability import step_curvature
 from keras_sgmcmc.validation import positive_integer
 
 # A chain diverges if its largest weight grows by a tenth a step, for so many steps in a row, each
@@ -19,6 +21,8 @@ _STEPS = 30
 _TOTAL = 1000.0
 # Growth is judged over at least so many steps, since batches differ.
 _WINDOW = 10
+# Share of the largest stable step above which a warning is due.
+_CLOSE = 0.75
 
 
 class DivergenceError(RuntimeError):
@@ -52,7 +56,10 @@ class ChainMonitor(StepCallback):
     losses are means over rows of negative log-likelihoods, that `minibatches` are of `train_size`
     rows (and of `batch_size`, for a sampler that has one), or, of other data and after an epoch,
     that it has `train_size` rows and even batches. It warns, or refuses before the first update.
-    History gets what `SGFS` and `ConstantSGD` report of their steps (`optimizer.noise_logs()`).
+    History gets what `SGFS` and `ConstantSGD` report of their steps (`optimizer.noise_logs()`), and
+    for their diagonal forms on `minibatches`, once the warm-up is over, `step_curvature`: the
+    largest eigenvalue of H A at that time, with a warning if it is close to what makes the chain
+    unstable.
 
     `PosteriorSamples` is a monitor too.
 
@@ -71,6 +78,7 @@ class ChainMonitor(StepCallback):
         super().__init__()
         self.every = positive_integer("every", every)
         self._watched = []
+        self._stability_checked, self._step_curvature = False, None
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
@@ -123,6 +131,28 @@ class ChainMonitor(StepCallback):
             self._guard = None
         if logs is not None and hasattr(self.optimizer, "noise_logs"):
             logs.update(self.optimizer.noise_logs())
+            self._check_stability()
+            if self._step_curvature is not None:
+                logs["step_curvature"] = self._step_curvature
+
+    def _check_stability(self):
+        """Once, after the warm-up, where a diagonal H may be too long for the curvature."""
+        optimizer, source = self.optimizer, self._run.source
+        if self._stability_checked or source is None or optimizer.is_warming_up:
+            return
+        self._stability_checked = True
+        if optimizer.noise_structure != "diagonal" or compilation.is_distributed():
+            return
+        self._step_curvature = step_curvature(self.model, optimizer, source)
+        limit = optimizer.stability_limit
+        if self._step_curvature is not None and self._step_curvature > _CLOSE * limit:
+            warnings.warn(
+                f"The largest eigenvalue of H A is {self._step_curvature:.3g}, and the chain is "
+                f"unstable from {limit:g} on: in that direction the variance is too large, or "
+                "grows without bound. A diagonal H doesn't know that weights are correlated: take "
+                f"smaller batches, `max_step`, {optimizer.steadier}.",
+                stacklevel=2,
+            )
 
     def check(self):
         """Raise `DivergenceError` if the chain has diverged by now."""

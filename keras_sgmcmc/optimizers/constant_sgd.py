@@ -90,6 +90,7 @@ class ConstantSGD(NoiseSampler):
     """
 
     injects_noise = False
+    steadier = 'or `preconditioner="full"`'
 
     def __init__(self, learning_rate=0.01, *, preconditioner="scalar", momentum=0.0, **kwargs):
         if preconditioner not in _PRECONDITIONERS:
@@ -132,6 +133,10 @@ class ConstantSGD(NoiseSampler):
 
     def warmup_step(self, index, gradient, learning_rate):
         return learning_rate
+
+    @property
+    def stability_limit(self):
+        return 2.0 * (1.0 + self.momentum)
 
     def displace(self, index, variable, increment):
         if self.momentum == 0:

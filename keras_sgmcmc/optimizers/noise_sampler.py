@@ -60,6 +60,8 @@ class NoiseSampler(Sampler):
     injects_noise = True
     # What H is multiplied by in the end.
     step_factor = 1.0
+    # What to do, beside smaller batches and `max_step`, if a diagonal H is too long.
+    steadier = ""
 
     def __init__(
         self,
@@ -134,7 +136,7 @@ class NoiseSampler(Sampler):
     def _diagonal_law(self, index):
         """H, Q, and the bracket J + B, of one variable, elementwise."""
         N, T = self.train_size, ops.convert_to_tensor(self._temperature)
-        Lambda = self._precision(index)
+        Lambda = self.precision_of(index)
         ratio, beta = self.fisher_noise(), self.identity_noise()
         J = self.fisher_weight() * self.variance(index) + self.bracketed_precision(Lambda)
         B = ratio * J if beta is None else ops.full_like(J, beta)
@@ -154,6 +156,15 @@ class NoiseSampler(Sampler):
         Q = (2.0 * T / N) * H * ((1.0 - reach) + reach * B / safe)
         return self.step_factor * H, Q, bracket
 
+    def step_size(self, index):
+        """H of a diagonal form as it is now."""
+        return self._diagonal_law(index)[0]
+
+    @property
+    def stability_limit(self):
+        """The largest eigenvalue of H A at which the chain is stable."""
+        return 2.0
+
     def _rates(self, reach):
         """H and Q, as vectors, in the rows' directions of F."""
         a2 = self.fisher_noise()
@@ -166,8 +177,8 @@ class NoiseSampler(Sampler):
     def _has_precision(self, index):
         return self.prior is not None and self._precision_of_variable[index] is not None
 
-    def _precision(self, index):
-        """Lambda of a variable, a scalar."""
+    def precision_of(self, index):
+        """The Gaussian prior's precision of variable number `index`, a scalar; 0 for others."""
         precision = self._precision_of_variable[index] if self._has_precision(index) else 0.0
         return ops.cast(ops.convert_to_tensor(precision), "float32")
 
@@ -261,7 +272,10 @@ class NoiseSampler(Sampler):
         sizes = [length(self._trainable_variables[index]) for index in block]
         with_prior = [self._has_precision(index) for index in block]
         precision = ops.concatenate(
-            [ops.broadcast_to(self._precision(i), (n,)) for i, n in zip(block, sizes, strict=True)]
+            [
+                ops.broadcast_to(self.precision_of(i), (n,))
+                for i, n in zip(block, sizes, strict=True)
+            ]
         )
         beta = self.identity_noise()
         matrix = self.fisher_weight() * self._covariance[position]

@@ -82,6 +82,8 @@ class SGFS(NoiseSampler):
     descent as approximate Bayesian inference", JMLR 18, 2017, section 4.2.
     """
 
+    steadier = 'a smaller `learning_rate` (a larger a), or `fisher="block"` or `"full"`'
+
     def __init__(
         self,
         learning_rate=1.0 / 9.0,
