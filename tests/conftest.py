@@ -11,18 +11,13 @@ import pytest
 
 from keras_sgmcmc import compilation
 
+# Freeing thousands of graphs takes minutes, a few gigabytes do no harm.
+gc.disable()
+
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
     keras.utils.set_random_seed(1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forgotten_graphs():
-    """Free a file's graphs when it is done, and never look through what remains again."""
-    yield
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

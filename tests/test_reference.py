@@ -137,7 +137,7 @@ def test_hmc_and_nuts_agree_on_logistic_regression():
     # With no argument the prior is that of the compiled sampler.
     model.compile(optimizer=sg.SGLD(1e-2, train_size=80, prior=1.0), loss=loss)
     means, errors = [], []
-    for method, draws in ((reference.hmc, 5000), (reference.nuts, 4000)):
+    for method, draws in ((reference.hmc, 3000), (reference.nuts, 2000)):
         posterior = method(model, x, y, draws=draws, warmup=300, seed=2, verbose=0)
         theta = np.concatenate(
             [a.reshape(4, draws, -1) for a in posterior.chains.values()], axis=-1
@@ -148,7 +148,7 @@ def test_hmc_and_nuts_agree_on_logistic_regression():
         errors.append(z_scores(values, 0.0)[1])
     scores = (means[0] - means[1]) / np.hypot(*errors)
     assert np.all(np.abs(scores) < 4.0), scores
-    assert np.all(errors[0][:3] < 0.02)
+    assert np.all(errors[0][:3] < 0.025)
 
 
 def test_advi_has_the_mean_and_the_mean_field_variances_of_a_gaussian():

@@ -239,14 +239,12 @@ def regression():
 @pytest.mark.parametrize(
     ("make", "compile_arguments"),
     [
-        (sequential, {}),
         (sequential, {"run_eagerly": True}),
         (sequential, {"jit_compile": True}),
         (lambda: sequential(built=False), {}),
-        (Subclassed, {}),
         (OwnTrainStep, {}),
     ],
-    ids=["graph", "eager", "jit", "unbuilt", "subclassed", "own train_step"],
+    ids=["eager", "jit", "unbuilt", "own train_step"],
 )
 def test_draws_are_the_weights_and_statistics_of_their_step(make, compile_arguments):
     x, y = regression()

@@ -144,6 +144,7 @@ def test_repr_says_what_is_sampled(cls):
         assert part in text
 
 
+@pytest.mark.usefixtures("without_xla")
 @pytest.mark.parametrize(
     ("name", "value"),
     [

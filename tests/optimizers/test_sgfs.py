@@ -257,11 +257,18 @@ def test_each_variable_keeps_its_own_statistics():
 # Simulation
 
 
-@pytest.mark.parametrize("fisher", ["diagonal", "full"])
+EXACT = [(0, 200, 10), (0, 200, 100), (2, 200, 10), (2, 200, 100), (6, 100, 10)]
+
+
 @pytest.mark.parametrize(
-    ("a", "N", "S"), [(0, 200, 10), (0, 200, 100), (2, 200, 10), (2, 200, 100), (6, 100, 10)]
+    ("fisher", "a", "N", "S", "with_prior", "T"),
+    [
+        *(("diagonal", *cell, False, 1.0) for cell in EXACT),
+        *(("diagonal", *cell, True, 0.5) for cell in EXACT),
+        *(("full", *cell, False, 1.0) for cell in EXACT[:2]),
+        *(("full", *cell, True, 0.5) for cell in EXACT[2:]),
+    ],
 )
-@pytest.mark.parametrize(("with_prior", "T"), [(False, 1.0), (True, 0.5)])
 def test_the_posterior_is_exact_for_whitened_data(fisher, a, N, S, with_prior, T):
     """Variance T / (N (1 + lambda / N)) for every step, batch, prior and temperature."""
     dimension = N // 2

@@ -51,8 +51,7 @@ def test_prior_does_not_depend_on_train_size(train_size):
 
 
 @samplers
-@temperatures
-@modes
+@pytest.mark.parametrize(("temperature", "jit"), [(1.0, True), (0.25, False)])
 def test_linear_regression(cls, temperature, jit):
     stationary.check_regression(cls, temperature, jit)
 

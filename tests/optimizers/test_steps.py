@@ -136,8 +136,7 @@ def test_temperature_zero_is_the_plain_optimizer_bit_for_bit_without_xla(cls):
         np.testing.assert_array_equal(a, b)
 
 
-@samplers
-@pytest.mark.parametrize("jit_compile", ["auto", True])
+@pytest.mark.parametrize(("cls", "jit_compile"), [(sg.SGLD, True), (sg.pSGLD, "auto")])
 def test_temperature_zero_is_the_plain_optimizer_to_rounding_with_xla(cls, jit_compile):
     start = tanh_network().get_weights()
     sampler, plain = PLAIN[cls]
