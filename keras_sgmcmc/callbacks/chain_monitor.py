@@ -107,6 +107,8 @@ class ChainMonitor(StepCallback):
         return self._checked + self.every
 
     def on_due(self, logs):
+        # First, since an unstable chain diverges within some steps.
+        self._check_stability()
         if self.step >= self._checked + self.every:
             self.check()
 
@@ -138,11 +140,15 @@ class ChainMonitor(StepCallback):
     def _check_stability(self):
         """Once, after the warm-up, where a diagonal H may be too long for the curvature."""
         optimizer, source = self.optimizer, self._run.source
-        if self._stability_checked or source is None or optimizer.is_warming_up:
+        if self._stability_checked or source is None:
+            return
+        diagonal = getattr(optimizer, "noise_structure", None) == "diagonal"
+        if not diagonal or self.model.distribute_strategy.num_replicas_in_sync > 1:
+            self._stability_checked = True
+            return
+        if optimizer.is_warming_up:
             return
         self._stability_checked = True
-        if optimizer.noise_structure != "diagonal" or compilation.is_distributed():
-            return
         self._step_curvature = step_curvature(self.model, optimizer, source)
         limit = optimizer.stability_limit
         if self._step_curvature is not None and self._step_curvature > _CLOSE * limit:
