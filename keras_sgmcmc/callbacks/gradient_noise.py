@@ -353,10 +353,9 @@ class GradientNoise(InGraphCallback):
 
     def _by_variable(self, variances, shapes):
         """The diagonals of the entries of C as one tensor for each variable, of its shape."""
-        if self._estimator.blocks is None:
-            return variances
+        blocks = self._estimator.blocks or [[i] for i in range(len(shapes))]
         found = {}
-        for block, diagonal in zip(self._estimator.blocks, variances, strict=True):
+        for block, diagonal in zip(blocks, variances, strict=True):
             # The variables of a block follow each other.
             parts = tf.split(diagonal, [math.prod(shapes[i]) for i in block])
             found.update(zip(block, parts, strict=True))

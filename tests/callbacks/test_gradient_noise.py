@@ -365,6 +365,33 @@ def test_history():
     assert set(fit(model, x, y).history) == {"loss", "mae"}
 
 
+@pytest.mark.usefixtures("without_xla")
+@pytest.mark.parametrize("structure", ["diagonal", "full"])
+@pytest.mark.parametrize("cls", [sg.SGLD, sg.pSGLD])
+def test_the_noise_ratio_of_samplers_that_add_all_noise(cls, structure):
+    """tr(H C H / S) / tr(2 T H / N)."""
+    N, T, rate = 1000, 0.5, 1e-9
+    optimizer = cls(rate, train_size=N, temperature=T, seed=1)
+    model, x, y = make(optimizer=optimizer)
+    C = exact(zoo.loop(model, x, y))
+    noise = GradientNoise(structure=structure)
+    history = fit(model, x, y, noise).history
+    H = np.full(len(C), rate)
+    if cls is sg.pSGLD:
+        moments = np.concatenate([np.ravel(m) for m in optimizer._second_moments])
+        H = rate / (1e-5 + np.sqrt(moments))
+    expected = np.sum(H**2 * C) / 12 / np.sum(2 * T * H / N)
+    assert history["noise_ratio"][0] == noise.noise_ratio == pytest.approx(expected, rel=1e-3)
+
+
+def test_other_optimizers_have_no_noise_ratio():
+    model, x, y = make()
+    noise = GradientNoise()
+    assert "noise_ratio" not in fit(model, x, y, noise).history
+    with pytest.raises(ValueError, match="`SGLD` or `pSGLD`. Received: SGD"):
+        _ = noise.noise_ratio
+
+
 def linear(x, y, batch_size, seed=0, epochs=1):
     """tail_index of a linear model at its optimum, over independent batches."""
     model = keras.Sequential([keras.Input((x.shape[1],)), layers.Dense(1, use_bias=False)])
