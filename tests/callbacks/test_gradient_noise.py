@@ -388,7 +388,7 @@ def test_other_optimizers_have_no_noise_ratio():
     model, x, y = make()
     noise = GradientNoise()
     assert "noise_ratio" not in fit(model, x, y, noise).history
-    with pytest.raises(ValueError, match="`SGLD` or `pSGLD`. Received: SGD"):
+    with pytest.raises(ValueError, match=r"`SGLD` or `pSGLD`\. Received: SGD"):
         _ = noise.noise_ratio
 
 
