@@ -196,8 +196,9 @@ def no_u_turn(x, y, laplace, draws, whitened):
 
 def draw_scatter(rows, path):
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8))
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6))
     for axis, column, name in zip(axes, (3, 4), ("E1 (mean)", "E2 (covariance)"), strict=True):
         for method, marker in (("SGFS full", "o-"), ("SGFS diagonal", "s-"), ("SGLD", "^-")):
             found = [row for row in rows if row[0] == method]
@@ -213,6 +214,7 @@ def draw_scatter(rows, path):
                     textcoords="offset points",
                 )
         axis.set(xlabel="mixing rate", ylabel=name)
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3, which="both")
     axes[0].legend()
     figure.tight_layout()
@@ -256,7 +258,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", default=os.environ.get("KERAS_SGMCMC_DATA"))
     parser.add_argument("--steps", type=int, default=100_000, help="steps past burn-in")
-    parser.add_argument("--pairs", type=int, default=50_000, help="of importance sampling")
+    parser.add_argument("--pairs", type=int, default=100_000, help="of importance sampling")
     parser.add_argument("--draws", type=int, default=4000, help="of NUTS")
     parser.add_argument("--seeds", type=int, default=3, help="chains of SGFS full, a = 0")
     parser.add_argument("--only", nargs="+", default=("table", "times"), choices=("table", "times"))

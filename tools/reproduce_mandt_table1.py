@@ -130,52 +130,54 @@ def draw_figures(directory, results):
     """Like the paper's figures 1 (what is sampled) and 2 (predicted and empirical covariances)."""
     import matplotlib.pyplot as plt
 
-    labels = list(dict.fromkeys(label for rows in results.values() for label in rows))
-    shape = (len(results), len(labels))
-    figure, axes = plt.subplots(*shape, figsize=(2.3 * shape[1], 2.5 * shape[0]), squeeze=False)
-    for line, (name, rows) in zip(axes, results.items(), strict=True):
-        for axis, label in zip(line, labels, strict=True):
-            axis.set_xticks([])
-            axis.set_yticks([])
+    columns = 5
+    lines = {name: -(-len(rows) // columns) for name, rows in results.items()}
+    shape = (sum(lines.values()), columns)
+    figure, axes = plt.subplots(*shape, figsize=(2.2 * columns, 2.5 * shape[0] + 0.6))
+    first = 0
+    for name, rows in results.items():
+        block = axes[first : first + lines[name]].ravel()
+        first += lines[name]
+        for axis in block[len(rows) :]:
+            axis.set_axis_off()
+        for axis, (label, row) in zip(block, rows.items(), strict=False):
+            posterior, moments, draws, _ = row
             axis.set_title(f"{name}: {label}", fontsize=7)
-            if label not in rows:
-                axis.text(0.5, 0.5, "unstable", ha="center", transform=axis.transAxes)
-                continue
-            posterior, moments, draws, _ = rows[label]
             values, vectors = np.linalg.eigh(posterior.covariance)
             plane = vectors[:, [-1, 0]] / np.sqrt(values[[-1, 0]])
-            points = (draws - posterior.mean) @ plane
-            axis.plot(*points.T, ".", color="tab:cyan", markersize=2, alpha=0.6)
-            _, covariance = moments.moments()
+            axis.plot(*((draws - posterior.mean) @ plane).T, ".", color="0.7", markersize=2)
+            mean, covariance = moments.moments()
+            centre = ((mean - posterior.mean) @ plane)[:, None]
             axis.plot(*ellipse(np.eye(2)), color="tab:blue", lw=1.5)
-            axis.plot(*ellipse(plane.T @ covariance @ plane), color="tab:red", lw=1.2, ls="--")
-            axis.set(xlim=(-6, 6), ylim=(-6, 6), aspect="equal")
+            axis.plot(*(centre + ellipse(plane.T @ covariance @ plane)), "--", color="tab:red")
+            axis.set(
+                xlim=(-6, 6), ylim=(-6, 6), aspect="equal", xticks=[-4, 0, 4], yticks=[-4, 0, 4]
+            )
+            axis.tick_params(labelsize=6)
     figure.suptitle(
-        "Iterates in the plane of the posterior's widest (across) and narrowest direction, in its"
-        "\nstandard deviations. Ellipses at two: posterior (blue), iterates (red, dashed)",
+        "Iterates in the plane of the posterior's widest (across) and narrowest direction, in its "
+        "standard deviations.\nEllipses at two: posterior (blue), iterates (red, dashed)",
         fontsize=9,
     )
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.2 / (shape[0] + 0.2)))
     figure.savefig(directory / "mandt_figure1.png", dpi=130)
 
-    figure, axes = plt.subplots(1, len(results), figsize=(3.6 * len(results), 3.6), squeeze=False)
+    figure, axes = plt.subplots(1, len(results), figsize=(5 * len(results), 5), squeeze=False)
     for axis, (name, rows) in zip(axes[0], results.items(), strict=True):
         for label, (posterior, moments, _, predicted_covariance) in rows.items():
+            if "SGLD" in label:
+                continue
             _, covariance = moments.moments()
             values, vectors = np.linalg.eigh(posterior.covariance)
             basis = vectors / np.sqrt(values)
             upper = np.triu_indices(len(values))
             pair = [(basis.T @ m @ basis)[upper] for m in (predicted_covariance, covariance)]
-            axis.plot(*pair, ".", markersize=4, label=label)
+            axis.plot(*pair, ".", markersize=5, label=label)
         low, high = axis.get_xlim()
         axis.plot([low, high], [low, high], color="black", lw=0.6)
-        axis.set(title=name, xlabel="predicted covariance", ylabel="empirical covariance")
-        axis.set_xscale("symlog", linthresh=0.1)
-        axis.set_yscale("symlog", linthresh=0.1)
-    axes[0, 0].legend(fontsize=6)
-    figure.suptitle(
-        "Entries of the covariance on the posterior's axes, in its variances", fontsize=9
-    )
+        axis.set(xlabel="predicted", ylabel="empirical")
+        axis.set_title(f"{name}: covariances on the posterior's axes, in its variances", fontsize=9)
+        axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(directory / "mandt_figure2.png", dpi=130)
 
