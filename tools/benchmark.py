@@ -2,11 +2,13 @@
 
     python tools/benchmark.py
     python tools/benchmark.py noise
+    python tools/benchmark.py factors
 
 The first trains an MLP 784-400-400-10 and a small CNN (batch 100) with SGD, SGLD, RMSprop, pSGLD.
 The second trains such models with pSGLD, without and with `GradientNoise`: every step, every tenth,
 and with `tf.vectorized_map` in place of the closed forms; it ends with the peak memory of each, and
-the cost of a full covariance. What is compared takes turns, so that a change of the machine's speed
+the cost of a full covariance. The third compares two ways to keep the inverse of a full
+covariance up to date. What is compared takes turns, so that a change of the machine's speed
 meets all of it; tables show medians of the time a step, and of the ratios within a turn, and the
 ratio of the fastest turns, which is the better one on a machine that is not quiet.
 """
@@ -24,8 +26,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import keras_sgmcmc as sg
+from keras_sgmcmc.optimizers.factors import factorise
 
 TRAIN_SIZE = 60_000
 OPTIMIZERS = {
@@ -191,6 +195,49 @@ def benchmark_noise(args):
     return rows + table(label, times, dict.fromkeys(times, "plain step"))
 
 
+def benchmark_factors(args):
+    """Milliseconds a step that the inverse of a full C costs, kept up to date in two ways.
+
+    As `SGFS` and `ConstantSGD` do, by a Cholesky factor and its inverse every 100 steps; and by the
+    Woodbury identity with the gradients of every batch's examples.
+    """
+
+    def refresh(matrix, precision):
+        return factorise(matrix, precision, bounded=False, priors="all")
+
+    def woodbury(inverse, gradients):
+        rows = gradients.shape[0]
+        projected = tf.matmul(gradients, inverse)
+        small = rows * tf.eye(rows) + tf.matmul(projected, gradients, transpose_b=True)
+        return inverse - tf.matmul(projected, tf.linalg.solve(small, projected), transpose_a=True)
+
+    rows = []
+    rng = np.random.default_rng(0)
+    print(f"{'weights':>8} {'batch':>6} {'refresh / 100':>14} {'Woodbury':>9} {'ratio':>6}")
+    for D in (200, 940, 2000):
+        data = rng.standard_normal((3 * D, D)).astype("float32")
+        matrix, precision = tf.constant(np.cov(data.T), "float32"), tf.ones(D)
+        for S in (10, 100):
+            gradients = tf.constant(data[:S])
+            calls = {
+                "refresh": (tf.function(refresh, autograph=False), (matrix, precision), 100),
+                "woodbury": (tf.function(woodbury), (matrix, gradients), 1),
+            }
+            times = {name: [] for name in calls}
+            for turn in range(args.repeats + 1):
+                for name, (function, arguments, steps) in calls.items():
+                    start = time.perf_counter()
+                    result = function(*arguments)
+                    (result[0] if name == "refresh" else result).numpy()
+                    if turn:  # the first traces
+                        times[name].append(1e3 * (time.perf_counter() - start) / steps)
+            row = {name: statistics.median(values) for name, values in times.items()}
+            ratio = row["woodbury"] / row["refresh"]
+            rows.append({"weights": D, "batch": S, **row, "ratio": ratio})
+            print(f"{D:8d} {S:6d} {row['refresh']:14.2f} {row['woodbury']:9.2f} {ratio:6.1f}")
+    return rows
+
+
 def report_memory(args):
     """Print the peak memory of a process that trains one variant, in kB."""
     warnings.simplefilter("ignore")
@@ -202,11 +249,16 @@ def report_memory(args):
         print(next(line.split()[1] for line in status if line.startswith("VmHWM")))
 
 
+WHAT = {
+    "optimizers": benchmark_optimizers,
+    "noise": benchmark_noise,
+    "factors": benchmark_factors,
+}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "what", nargs="?", default="optimizers", choices=["optimizers", "noise", "memory"]
-    )
+    parser.add_argument("what", nargs="?", default="optimizers", choices=[*WHAT, "memory"])
     parser.add_argument("--repeats", type=int, default=7, help="turns of each variant")
     parser.add_argument("--mlp-steps", type=int, default=400, help="steps a turn on the MLP")
     parser.add_argument("--cnn-steps", type=int, default=100, help="steps a turn on the CNN")
@@ -217,7 +269,7 @@ def main():
     if args.what == "memory":
         report_memory(args)
         return
-    rows = benchmark_noise(args) if args.what == "noise" else benchmark_optimizers(args)
+    rows = WHAT[args.what](args)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(rows, file, indent=1)
