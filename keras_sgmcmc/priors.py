@@ -1,5 +1,6 @@
 """Priors of the sampled variables. They belong to the optimizer and are immutable descriptions."""
 
+import numbers
 import re
 from types import MappingProxyType
 from typing import NamedTuple
@@ -318,3 +319,16 @@ def _deserialize_parameter(value):
     if "array" in value:
         return np.array(value["array"], dtype=value["dtype"])
     return tf.dtypes.as_dtype(value["dtype"])
+
+
+def as_prior(prior):
+    """What optimizers take for a prior, as a `Prior` or None."""
+    if prior is None or isinstance(prior, Prior):
+        return prior
+    if isinstance(prior, numbers.Real) and not isinstance(prior, bool):
+        return GaussianPrior(prior)
+    raise ValueError(
+        "`prior` should be a positive number (the precision of a Gaussian), a `GaussianPrior`, a "
+        "`DistributionPrior`, or None. For a TFP distribution write `DistributionPrior(...)`. "
+        f"Received: prior={prior!r}"
+    )

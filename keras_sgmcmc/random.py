@@ -18,6 +18,7 @@ References:
 """
 
 import functools
+import numbers
 import random as python_random
 
 import keras
@@ -42,6 +43,15 @@ _LONGEST_RANGE = 4096
 def draw_seed():
     """An integer seed from Python's generator, which `keras.utils.set_random_seed` governs."""
     return python_random.randint(1, 2**32 - 1)
+
+
+def as_seed(seed):
+    """A seed that a user gave, checked; a drawn one for None."""
+    if seed is None:
+        return draw_seed()
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
+        raise ValueError(f"`seed` should be an integer in [0, 2^32) or None. Received: seed={seed}")
+    return int(seed)
 
 
 def _uint32(value):

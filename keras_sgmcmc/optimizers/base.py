@@ -1,7 +1,6 @@
 """The step that every sampler shares."""
 
 import math
-import numbers
 import warnings
 
 import keras
@@ -10,7 +9,7 @@ from keras import ops
 
 from keras_sgmcmc import compilation, random
 from keras_sgmcmc.optimizers import state
-from keras_sgmcmc.priors import GaussianPrior, Prior
+from keras_sgmcmc.priors import as_prior
 from keras_sgmcmc.validation import positive_integer, real_number
 
 _REFUSED = {
@@ -85,10 +84,10 @@ class Sampler(keras.optimizers.Optimizer):
         super().__init__(learning_rate, **kwargs)
         self._configured_learning_rate = learning_rate
         self.train_size = None if train_size is None else positive_integer("train_size", train_size)
-        self.prior = _as_prior(prior)
+        self.prior = as_prior(prior)
         self.jit_compile = bool(jit_compile)
         self._configured_temperature = real_number("temperature", temperature, minimum=0.0)
-        self._configured_seed = _as_seed(seed)
+        self._configured_seed = random.as_seed(seed)
         self._seed_is_free = seed is None
 
         self._temperature = self.add_variable(
@@ -502,26 +501,6 @@ class Sampler(keras.optimizers.Optimizer):
 
 def _path(variable):
     return getattr(variable, "path", variable.name)
-
-
-def _as_prior(prior):
-    if prior is None or isinstance(prior, Prior):
-        return prior
-    if isinstance(prior, numbers.Real) and not isinstance(prior, bool):
-        return GaussianPrior(prior)
-    raise ValueError(
-        "`prior` should be a positive number (the precision of a Gaussian), a `GaussianPrior`, a "
-        "`DistributionPrior`, or None. For a TFP distribution write `DistributionPrior(...)`. "
-        f"Received: prior={prior!r}"
-    )
-
-
-def _as_seed(seed):
-    if seed is None:
-        return random.draw_seed()
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
-        raise ValueError(f"`seed` should be an integer in [0, 2^32) or None. Received: seed={seed}")
-    return int(seed)
 
 
 def _regularizer_message(variable, regularizer, sampler):

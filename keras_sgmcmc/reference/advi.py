@@ -5,7 +5,7 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from keras_sgmcmc.optimizers.base import _as_seed
+from keras_sgmcmc import random
 from keras_sgmcmc.posterior import Posterior
 from keras_sgmcmc.reference.potential import (
     Potential,
@@ -104,7 +104,7 @@ def advi(
             f"Received: monte_carlo_samples={samples}"
         )
     draws = positive_integer("draws", draws)
-    seed = _as_seed(seed)
+    seed = random.as_seed(seed)
     potential = Potential(model, x, y, sample_weight, prior, temperature)
     check_bytes(potential, draws)
     key = tf.constant(np.uint32(seed).view("int32"))

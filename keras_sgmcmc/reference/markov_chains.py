@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import tensorflow as tf
 
-from keras_sgmcmc.optimizers.base import _as_seed
+from keras_sgmcmc import random
 from keras_sgmcmc.posterior import Posterior
 from keras_sgmcmc.reference.potential import (
     Potential,
@@ -503,7 +503,7 @@ def _run(
     warmup = positive_integer("warmup", warmup)
     count = positive_integer("chains", chains)
     target_accept = real_number("target_accept", target_accept, positive=True, below=1.0)
-    seed = _as_seed(seed)
+    seed = random.as_seed(seed)
     potential = Potential(model, x, y, sample_weight, prior, temperature)
     check_bytes(potential, draws + warmup, count)
     vectors = _starting_points(potential, start, count, seed)

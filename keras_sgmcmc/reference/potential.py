@@ -12,8 +12,8 @@ from keras import tree
 from keras_sgmcmc import predictive
 from keras_sgmcmc.fused import is_slow_in_a_loop
 from keras_sgmcmc.guards import check_loss
-from keras_sgmcmc.optimizers.base import Sampler, _as_prior
-from keras_sgmcmc.priors import DistributionPrior, GaussianPrior
+from keras_sgmcmc.optimizers.base import Sampler
+from keras_sgmcmc.priors import DistributionPrior, GaussianPrior, as_prior
 
 _logger = logging.getLogger("keras_sgmcmc")
 
@@ -224,7 +224,7 @@ def _resolve_prior(prior, model, variables):
                     name: float(keras.ops.convert_to_numpy(precision))
                     for name, precision in optimizer.prior_precision.items()
                 }
-    prior = _as_prior(prior)
+    prior = as_prior(prior)
     if prior is None:
         return None, None
     if not isinstance(prior, GaussianPrior | DistributionPrior):
