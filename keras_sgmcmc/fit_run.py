@@ -87,6 +87,7 @@ class FitRun:
         members: The callbacks that joined.
         in_graph: Those that are traced into the step; the first is the innermost.
         source: From the first batch on, the `Minibatches` that the data come from, or None.
+        batch_size: From then on, the rows of a step on all replicas; None if they aren't known.
         history: `model.history`, which is new in every `fit`.
         fuses: Whether steps are fused, None before the first batch.
     """
@@ -94,7 +95,7 @@ class FitRun:
     def __init__(self, model, optimizer, plain):
         self.model, self.optimizer, self.plain = model, optimizer, plain
         self.members, self.in_graph = [], []
-        self.source = None
+        self.source = self.batch_size = None
         self.history = getattr(model, "history", None)
         self._guard = self._composition = None
         self._begun = self._closed = False
@@ -205,14 +206,15 @@ class FitRun:
     # The data.
 
     def _begin(self, iterator):
+        self.source, regrouped = _source(iterator)
+        self.batch_size = _batch_size(iterator, self.source)
         if self.in_graph:
             with self.model.distribute_strategy.scope(), tf.init_scope():
                 _build(self.model, iterator)
                 for callback in self.in_graph:
                     callback.prepare()
-        self.source, regrouped = _source(iterator)
         if isinstance(self.optimizer, Sampler):
-            guards.check_data(self.optimizer, self.source, _batch_size(iterator, self.source))
+            guards.check_data(self.optimizer, self.source, self.batch_size)
         if self._guard is not None:
             self._guard.first_batch(iterator, self.source)
         if self.source is not None and not regrouped:
@@ -361,10 +363,8 @@ def _source(iterator):
 
 
 def _batch_size(iterator, minibatches):
-    """Rows that `minibatches` bring to a step; None if what is between may change their number."""
-    if minibatches is None:
-        return None
+    """Rows of a step on all replicas; None if they aren't known."""
     if _is_distributed(iterator):
-        return minibatches.batch_size
+        return None if minibatches is None else minibatches.batch_size
     shapes = [spec.shape for spec in tree.flatten(iterator.element_spec) if hasattr(spec, "shape")]
     return next((shape[0] for shape in shapes if shape.rank), None)

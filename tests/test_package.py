@@ -35,6 +35,7 @@ def test_public_names_exist():
         "ChainMonitor",
         "GradientNoise",
         "InGraphCallback",
+        "IterateAverages",
         "PosteriorSamples",
         "StepSizeAnnealing",
     }
@@ -55,6 +56,7 @@ def test_every_public_class_has_a_docstring_and_is_registered_under_the_package(
         sg.schedules.Cyclical,
         sg.callbacks.ChainMonitor,
         sg.callbacks.GradientNoise,
+        sg.callbacks.IterateAverages,
         sg.callbacks.PosteriorSamples,
         sg.callbacks.StepSizeAnnealing,
     ]

@@ -1,6 +1,7 @@
 from keras_sgmcmc.callbacks.chain_monitor import ChainMonitor
 from keras_sgmcmc.callbacks.gradient_noise import GradientNoise
 from keras_sgmcmc.callbacks.in_graph_callback import InGraphCallback
+from keras_sgmcmc.callbacks.iterate_averages import IterateAverages
 from keras_sgmcmc.callbacks.posterior_samples import PosteriorSamples
 from keras_sgmcmc.callbacks.step_size_annealing import StepSizeAnnealing
 
@@ -8,6 +9,7 @@ __all__ = [
     "ChainMonitor",
     "GradientNoise",
     "InGraphCallback",
+    "IterateAverages",
     "PosteriorSamples",
     "StepSizeAnnealing",
 ]

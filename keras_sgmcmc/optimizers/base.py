@@ -211,6 +211,14 @@ class Sampler(keras.optimizers.Optimizer):
         """Standard normals of this step; each stream has its own."""
         return random.normal(shape, dtype, seed=self._seed, step=self.iterations, stream=stream)
 
+    def _has_precision(self, index):
+        return self.prior is not None and self._precision_of_variable[index] is not None
+
+    def precision_of(self, index):
+        """The Gaussian prior's precision of variable number `index`, a scalar; 0 for others."""
+        precision = self._precision_of_variable[index] if self._has_precision(index) else 0.0
+        return ops.cast(ops.convert_to_tensor(precision), "float32")
+
     def _prior_gradient(self, index, variable):
         if self.prior is None:
             return None

@@ -174,14 +174,6 @@ class NoiseSampler(Sampler):
         Q = (4.0 * T / (1.0 + a2)) * reach * ((1.0 - reach) + reach * share)
         return self.step_factor * H, Q
 
-    def _has_precision(self, index):
-        return self.prior is not None and self._precision_of_variable[index] is not None
-
-    def precision_of(self, index):
-        """The Gaussian prior's precision of variable number `index`, a scalar; 0 for others."""
-        precision = self._precision_of_variable[index] if self._has_precision(index) else 0.0
-        return ops.cast(ops.convert_to_tensor(precision), "float32")
-
     def _batch_ratio(self):
         """N / (S T)."""
         temperature = ops.convert_to_tensor(self._temperature)
