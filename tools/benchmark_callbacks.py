@@ -53,6 +53,7 @@ def main():
         "ChainMonitor()": [sg.callbacks.ChainMonitor()],
         "StepSizeAnnealing": [sg.callbacks.StepSizeAnnealing(schedule)],
         "PosteriorSamples(thinning=100)": [sg.callbacks.PosteriorSamples(0, 100, 20)],
+        "IterateAverages(window=100)": [sg.callbacks.IterateAverages(0, 100, 20)],
         "PosteriorSamples and annealing": [
             sg.callbacks.PosteriorSamples(0, 100, 20),
             sg.callbacks.StepSizeAnnealing(schedule),
