@@ -259,7 +259,7 @@ def main():
     parser.add_argument("--data", default=os.environ.get("KERAS_SGMCMC_DATA"))
     parser.add_argument("--steps", type=int, default=100_000, help="steps past burn-in")
     parser.add_argument("--pairs", type=int, default=100_000, help="of importance sampling")
-    parser.add_argument("--draws", type=int, default=4000, help="of NUTS")
+    parser.add_argument("--draws", type=int, default=16_000, help="of NUTS")
     parser.add_argument("--seeds", type=int, default=3, help="chains of SGFS full, a = 0")
     parser.add_argument("--only", nargs="+", default=("table", "times"), choices=("table", "times"))
     parser.add_argument("--figures", type=pathlib.Path, help="directory for the figures")
