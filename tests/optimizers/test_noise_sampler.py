@@ -118,7 +118,14 @@ def test_all_modes_take_the_same_steps(cls, form):
 
 
 @pytest.mark.usefixtures("without_xla")
-@samplers
+@pytest.mark.parametrize(
+    ("cls", "form"),
+    [
+        (sg.SGFS, {"fisher": "block"}),
+        (sg.ConstantSGD, {"preconditioner": "sqrt", "momentum": 0.5}),
+        (sg.ConstantSGD, {"preconditioner": "full", "momentum": 0.5}),
+    ],
+)
 def test_a_saved_chain_goes_on_bit_for_bit(cls, form, tmp_path):
     x, y = regression()
     model = compiled(cls, form, update_every=5)
