@@ -2,10 +2,25 @@
 
 import tensorflow as tf
 
+# Weights from which an update of a callback's own is compiled.
+_COMPILED_FROM = 100_000
+
 
 def compiled(function):
     """`function` compiled by XLA; inlined where the caller is compiled already."""
     return tf.function(function, jit_compile=True, autograph=False, reduce_retracing=True)
+
+
+def compiled_if_large(function, weights):
+    """`function`, to be called in a step, compiled by itself where that is worth it.
+
+    Many cheap operations on arrays as large as the weights cost one pass if they are fused, which
+    on few weights is not worth the seconds that compiling takes, nor in an eager step, which would
+    compile again every time. Assignments that are passed to other replicas can't be compiled.
+    """
+    if is_eager() or is_distributed() or weights < _COMPILED_FROM:
+        return function
+    return compiled(function)
 
 
 def densify(gradient):

@@ -84,6 +84,8 @@ class ChainMonitor(StepCallback):
         super().on_train_begin(logs)
         self._run = fit_run.join(self)
         self._guard = self._run.guard()
+        # Of several monitors the one that has the guard makes what is checked once.
+        self._leads = self._guard is not None
 
     def on_train_end(self, logs=None):
         self._run.close()
@@ -133,14 +135,13 @@ class ChainMonitor(StepCallback):
             self._guard = None
         if logs is not None and hasattr(self.optimizer, "noise_logs"):
             logs.update(self.optimizer.noise_logs())
-            self._check_stability()
             if self._step_curvature is not None:
                 logs["step_curvature"] = self._step_curvature
 
     def _check_stability(self):
         """Once, after the warm-up, where a diagonal H may be too long for the curvature."""
         optimizer, source = self.optimizer, self._run.source
-        if self._stability_checked or source is None:
+        if self._stability_checked or not self._leads or source is None:
             return
         diagonal = getattr(optimizer, "noise_structure", None) == "diagonal"
         if not diagonal or self.model.distribute_strategy.num_replicas_in_sync > 1:

@@ -22,8 +22,6 @@ from keras_sgmcmc.per_example import Moments, PerExampleGradients
 from keras_sgmcmc.structures import MEMORY_BUDGET, STRUCTURES, layer_path
 from keras_sgmcmc.validation import positive_integer, real_number
 
-# Weights from which the update of the averages is compiled.
-_FUSED_FROM = 100_000
 # Enough for the tail index.
 _TAIL_COORDINATES = 10_000
 
@@ -299,15 +297,10 @@ class GradientNoise(InGraphCallback):
         warmup = tf.cast(getattr(self.optimizer, "warmup_steps", None) or 0, step.dtype)
         settled = step > warmup
         first_settled = tf.logical_and(settled, step - self.every <= warmup)
-        # Many cheap operations on arrays as large as the weights: fused they cost one pass, which
-        # on few weights is not worth the seconds that compiling takes, nor in an eager step, which
-        # would compile again every time. Assignments that are passed to other replicas can't be
-        # compiled.
         weights = sum(math.prod(first.shape) for first in moments.first)
-        once = not compilation.is_eager() and not compilation.is_distributed()
-        compiles = once and weights >= _FUSED_FROM
-        average = compilation.compiled(self._add) if compiles else self._add
-        average(moments, tf.convert_to_tensor(due), settled, first_settled)
+        compilation.compiled_if_large(self._add, weights)(
+            moments, tf.convert_to_tensor(due), settled, first_settled
+        )
         self._feed(settled)
         return tf.constant(0)
 

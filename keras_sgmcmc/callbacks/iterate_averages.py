@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_sgmcmc import compilation, stability
 from keras_sgmcmc.callbacks.chain_monitor import DivergenceError, same_variables
 from keras_sgmcmc.callbacks.in_graph_callback import InGraphCallback
+from keras_sgmcmc.callbacks.posterior_samples import read_only_copy
 from keras_sgmcmc.callbacks.step_callback import current_step, execution_block
 from keras_sgmcmc.noise_covariance import statistic
 from keras_sgmcmc.optimizers.base import Sampler
@@ -19,8 +20,6 @@ from keras_sgmcmc.validation import positive_integer
 
 _logger = logging.getLogger("keras_sgmcmc")
 
-# Weights from which the update of the means is compiled; see `GradientNoise`.
-_FUSED_FROM = 100_000
 # Weights up to which the whole Hessian is measured.
 _LARGEST_HESSIAN = 200
 # Step x smallest curvature x window above which a mean's variance is within 5 % of its limit.
@@ -124,7 +123,7 @@ class IterateAverages(InGraphCallback):
             )
         self._variables = variables
         drawn = {id(variable) for variable in variables}
-        self._common = [(v, _copy(v)) for v in self.model.variables if id(v) not in drawn]
+        self._common = [(v, read_only_copy(v)) for v in self.model.variables if id(v) not in drawn]
         self._length = self._window_length()
         # Windows that may end between two calls of the callback, and one for the next.
         self._slots = execution_block(self.model) // self._length + 2
@@ -155,8 +154,6 @@ class IterateAverages(InGraphCallback):
 
     def wrap(self, step):
         weights = sum(math.prod(v.shape) for v in self._variables)
-        once = not self.model.run_eagerly and weights >= _FUSED_FROM
-        add = compilation.compiled(self._add) if once else self._add
 
         def wrapped(data):
             before = tf.convert_to_tensor(self.optimizer.iterations)
@@ -164,8 +161,7 @@ class IterateAverages(InGraphCallback):
             number = tf.cast(self.optimizer.iterations, "int64")
             position = number - self.burn_in
             counts = (number > tf.cast(before, "int64")) & (position > 0)
-            with_xla = once and not compilation.is_distributed()
-            (add if with_xla else self._add)(counts, position)
+            compilation.compiled_if_large(self._add, weights)(counts, position)
             length = tf.cast(self._length, "int64")
             complete = counts & (position % length == 0)
             complete &= tf.convert_to_tensor(self._filled) == length
@@ -204,7 +200,11 @@ class IterateAverages(InGraphCallback):
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
-        self._begun, self._next = False, 0
+        self._begun, self._next, self._first = False, 0, None
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self._first is None:
+            self._first = current_step(self.optimizer)
 
     def on_train_batch_end(self, batch, logs=None):
         if self._length is None:
@@ -212,7 +212,7 @@ class IterateAverages(InGraphCallback):
         step = current_step(self.optimizer)
         if not self._begun:
             self._begun = True
-            self._announce(step)
+            self._announce()
         if step >= self._next:
             self._collect()
             windows = max(0, step - self.burn_in) // self._length
@@ -230,8 +230,8 @@ class IterateAverages(InGraphCallback):
         logs["draws"] = len(self._draws)
         logs["burn_in_left"] = max(0, self.burn_in - step)
 
-    def _announce(self, step):
-        size = sum(mean.numpy().nbytes for mean in self._mean)
+    def _announce(self):
+        size = sum(math.prod(m.shape) * tf.as_dtype(m.dtype).size for m in self._mean)
         _logger.info(
             "IterateAverages: means of %d steps, from step %d on, %d bytes each",
             self._length,
@@ -239,11 +239,12 @@ class IterateAverages(InGraphCallback):
             size,
         )
         steps, epochs = self.params.get("steps"), self.params.get("epochs")
-        if steps and epochs and step <= 1 and not self._draws:
+        if steps and epochs and not self._draws:
             updates = steps * epochs // (self.optimizer.gradient_accumulation_steps or 1)
-            if updates < self.burn_in + self._length:
+            last = self._first + updates
+            if last < self.burn_in + self._length:
                 raise ValueError(
-                    f"No window can be completed: training ends at step {updates}, and with "
+                    f"No window can be completed: training ends at step {last}, and with "
                     f"`burn_in={self.burn_in}` and windows of {self._length} steps the first ends "
                     f"at step {self.burn_in + self._length}. Train longer or reduce them."
                 )
@@ -256,7 +257,7 @@ class IterateAverages(InGraphCallback):
         ends, first = self._ends.numpy(), not self._draws
         for number in range(self._seen, count):
             slot = number % self._slots
-            draw = [_frozen(ended.numpy()[slot]) for ended in self._ended]
+            draw = [read_only_copy(ended[slot]) for ended in self._ended]
             for array, variable in zip(draw, self._variables, strict=True):
                 if not np.all(np.isfinite(array)):
                     raise DivergenceError(
@@ -345,13 +346,3 @@ class IterateAverages(InGraphCallback):
     @classmethod
     def from_config(cls, config):
         return cls(**config)
-
-
-def _copy(variable):
-    return _frozen(keras.ops.convert_to_numpy(variable))
-
-
-def _frozen(array):
-    array = np.array(array, copy=True)
-    array.setflags(write=False)
-    return array

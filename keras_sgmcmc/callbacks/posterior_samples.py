@@ -95,7 +95,9 @@ class PosteriorSamples(ChainMonitor):
         if not self._draws:
             self._variables = variables
             drawn = {id(variable) for variable in variables}
-            self._common = [(v, _copy(v)) for v in self.model.variables if id(v) not in drawn]
+            self._common = [
+                (v, read_only_copy(v)) for v in self.model.variables if id(v) not in drawn
+            ]
         elif not same_variables(variables, self._variables):
             raise ValueError(
                 "The sampled variables are not those of the draws taken before: the model was "
@@ -122,7 +124,7 @@ class PosteriorSamples(ChainMonitor):
                 )
             if self.max_samples is not None:
                 self._interval *= -(-possible // self.max_samples)
-        size = sum(_copy(variable).nbytes for variable in self._variables)
+        size = sum(read_only_copy(variable).nbytes for variable in self._variables)
         message = (
             f"PosteriorSamples: draws of {_readable(size)} at step {self._draw_after(self.step)} "
             f"and every {self._interval} from there"
@@ -161,7 +163,7 @@ class PosteriorSamples(ChainMonitor):
         if not self._frozen_checked:
             self._frozen_checked = True
             self._warn_if_frozen_moved()
-        draw = [_copy(variable) for variable in self._variables]
+        draw = [read_only_copy(variable) for variable in self._variables]
         for array, variable in zip(draw, self._variables, strict=True):
             if not np.all(np.isfinite(array)):
                 raise self.error(variable, "is not finite")
@@ -213,7 +215,7 @@ class PosteriorSamples(ChainMonitor):
         moved = [
             variable.path
             for variable, before in self._common
-            if id(variable) in known and not np.array_equal(before, _copy(variable))
+            if id(variable) in known and not np.array_equal(before, read_only_copy(variable))
         ]
         if moved:
             warnings.warn(
@@ -231,9 +233,9 @@ class PosteriorSamples(ChainMonitor):
         }
 
 
-def _copy(variable):
-    # An explicit copy, because what a tensor shows may be the live buffer; read-only, so that
-    # `Posterior` need not copy again.
+def read_only_copy(variable):
+    """The value of a variable or tensor as an array of its own, which `Posterior` need not copy."""
+    # An explicit copy, because what a tensor shows may be the live buffer.
     array = np.array(ops.convert_to_tensor(variable), copy=True)
     array.setflags(write=False)
     return array

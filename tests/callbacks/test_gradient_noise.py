@@ -612,7 +612,7 @@ def test_with_a_sampler_and_posterior_samples():
 def test_the_update_of_many_weights_is_compiled(monkeypatch):
     found = []
     for threshold in (1, 100_000):
-        monkeypatch.setattr("keras_sgmcmc.callbacks.gradient_noise._FUSED_FROM", threshold)
+        monkeypatch.setattr("keras_sgmcmc.compilation._COMPILED_FROM", threshold)
         model, x, y = make("dense")
         noise = GradientNoise()
         model.fit(x, y, batch_size=12, callbacks=[noise], verbose=0, shuffle=False)
@@ -621,7 +621,7 @@ def test_the_update_of_many_weights_is_compiled(monkeypatch):
 
 
 def test_an_eager_step_compiles_no_update(monkeypatch):
-    monkeypatch.setattr("keras_sgmcmc.callbacks.gradient_noise._FUSED_FROM", 1)
+    monkeypatch.setattr("keras_sgmcmc.compilation._COMPILED_FROM", 1)
     compiled = []
     monkeypatch.setattr("keras_sgmcmc.compilation.compiled", lambda f: compiled.append(f) or f)
     model, x, y = make("dense", run_eagerly=True)

@@ -8,7 +8,7 @@ import pytest
 from keras import layers
 
 import keras_sgmcmc as sg
-from keras_sgmcmc import stability, theory
+from keras_sgmcmc import compilation, stability, theory
 
 ROWS, BATCH = 60, 5
 
@@ -90,7 +90,7 @@ def test_unfused_blocks_hold_several_windows():
 
 
 def test_the_update_of_many_weights_is_compiled(monkeypatch):
-    monkeypatch.setattr(sg.callbacks.iterate_averages, "_FUSED_FROM", 1)
+    monkeypatch.setattr(compilation, "_COMPILED_FROM", 1)
     averages = sg.callbacks.IterateAverages(burn_in=4, window=7)
     fit(make(), data(), averages)
     assert_draws(averages, means(make(), 4, 7))
@@ -148,7 +148,7 @@ def test_steps_that_loss_scaling_skips_do_not_count():
 def test_refusals():
     averages = sg.callbacks.IterateAverages(burn_in=30, window=20)
     with pytest.raises(ValueError, match=r"No window can be completed.*first ends at step 50"):
-        fit(make(), data(), averages)
+        fit(make(steps_per_execution=10), data(), averages)
     with pytest.raises(ValueError, match="No window is complete yet"):
         _ = averages.posterior
     model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(), layers.Dense(1)])

@@ -303,13 +303,13 @@ def test_draws_are_copies():
 
 def test_weights_are_copied_only_for_draws(monkeypatch):
     copied = []
-    copy = posterior_samples._copy
+    copy = posterior_samples.read_only_copy
 
     def counting_copy(variable):
         copied.append(int(model.optimizer.iterations))
         return copy(variable)
 
-    monkeypatch.setattr(posterior_samples, "_copy", counting_copy)
+    monkeypatch.setattr(posterior_samples, "read_only_copy", counting_copy)
     model = counting_model()
     fit(model, sg.callbacks.PosteriorSamples(2, 4), epochs=2)
     # Once at the start, for its size, and at the draws.
