@@ -76,7 +76,7 @@ class _NegativeLogDensity(keras.losses.Loss):
 
 @keras.saving.register_keras_serializable(package="keras_sgmcmc")
 class GaussianNegativeLogLikelihood(_NegativeLogDensity):
-    """Negative log likelihood of outputs with Gaussian noise of a known standard deviation.
+    """Negative log likelihood of outputs with Gaussian noise of a given standard deviation.
 
         y_j | x, theta ~ N(f_j(x, theta), sigma_j^2),   j = 1, ..., d
 
@@ -92,12 +92,16 @@ class GaussianNegativeLogLikelihood(_NegativeLogDensity):
     Args:
         noise_std: Positive float, or a sequence of d positive floats, one for each entry of the
             last axis of `y_pred`: the standard deviation sigma of the observation noise, in
-            the units of y. Defaults to 1.0. (To predict the noise as well, see
-            `NegativeLogLikelihood`.)
+            the units of y. Defaults to 1.0. `callbacks.PriorPrecisionEM(learn_noise_std=True)`
+            learns it; to predict it for each row, see `NegativeLogLikelihood`.
         name: Name of the loss.
         reduction: `"sum_over_batch_size"` (the default) or its synonym `"mean"`.
         dtype: Dtype of the computation. Defaults to `keras.config.floatx()`; a float64 model
             needs `"float64"`.
+
+    Attributes:
+        noise_std: Variable, of shape () or (d,). It is read at every step: assign to it and the
+            next step uses it. A saved model keeps its value.
 
     Raises:
         ValueError: If `noise_std` is not positive and finite or does not fit the outputs, if
@@ -132,17 +136,28 @@ class GaussianNegativeLogLikelihood(_NegativeLogDensity):
                 "each output: the standard deviation of the noise in y, e.g. 0.1. "
                 f"Received: noise_std={noise_std!r}"
             )
-        self.noise_std = array.tolist()
+        self._configured_noise_std = array.tolist()
+        self.noise_std = keras.Variable(
+            array,
+            dtype="float64" if self.dtype == "float64" else "float32",
+            trainable=False,
+            aggregation="only_first_replica",
+            name="noise_std",
+        )
 
     def log_prob(self, y_true, y_pred):
         """Log density of each row, log p(y|x, theta), summed over outputs: shape (batch,)."""
-        y_pred = self._convert(y_pred)
-        y_true = _match_shape(self._convert(y_true), y_pred.shape, "`y_pred` has shape")
-        noise_std = self._noise_std(y_pred)
-        z = (y_true - y_pred) / noise_std
+        residual = self.residual(y_true, y_pred)
+        noise_std = self._noise_std(residual)
+        z = residual / noise_std
         return _sum_over_outputs(
             -0.5 * ops.square(z) - ops.log(noise_std) - 0.5 * math.log(2.0 * math.pi)
         )
+
+    def residual(self, y_true, y_pred):
+        """y - f, in the shape of `y_pred`."""
+        y_pred = self._convert(y_pred)
+        return _match_shape(self._convert(y_true), y_pred.shape, "`y_pred` has shape") - y_pred
 
     def predictive_mean(self, y_pred):
         """Mean of y given the network's output: `y_pred` itself."""
@@ -159,13 +174,17 @@ class GaussianNegativeLogLikelihood(_NegativeLogDensity):
         if noise_std.ndim == 1 and (len(shape) < 2 or shape[-1] != noise_std.shape[0]):
             raise ValueError(
                 "A sequence `noise_std` needs one entry for each entry of the last axis of "
-                f"`y_pred`. Received: noise_std={self.noise_std} of length {noise_std.shape[0]} "
-                f"and y_pred of shape {shape}"
+                f"`y_pred`. Received: noise_std={self._configured_noise_std} of length "
+                f"{noise_std.shape[0]} and y_pred of shape {shape}"
             )
         return noise_std
 
     def get_config(self):
-        return {**super().get_config(), "noise_std": self.noise_std}
+        # Keras saves the variables of layers, optimizers and metrics, but not those of losses.
+        value = ops.convert_to_numpy(self.noise_std)
+        given = self._configured_noise_std
+        is_given = np.array_equal(value, np.asarray(given, value.dtype))
+        return {**super().get_config(), "noise_std": given if is_given else value.tolist()}
 
 
 @keras.saving.register_keras_serializable(package="keras_sgmcmc")

@@ -46,6 +46,9 @@ import scipy.special
 
 from keras_sgmcmc.validation import positive_integer, real_number
 
+# Share of the prior in the bracket of constant SGD's full form from which a direction is silent.
+_SILENT = 0.99
+
 
 class Step(NamedTuple):
     """What distinguishes one method from another: theta <- theta - H g + N(0, Q).
@@ -129,7 +132,7 @@ def optimal_preconditioner(
     Q = H E H, the full form is Mandt's eq. 36 (which has S = 1) and its corollary the diagonal one.
     The full form is exact to first order in the step for any A: without Lambda, which is not in the
     paper, Sigma = (T / N) (A - A H A / 2)^-1. Lambda is of higher order where there are data. Where
-    it is more than half of the bracket, H is cut at mu N / Lambda: without data H A would be 2, the
+    it is more than 99 % of the bracket, H is cut at mu N / Lambda: without data H A would be 2, the
     limit of stability. The diagonal form is optimal only where C is proportional to A.
 
     Args:
@@ -161,7 +164,7 @@ def optimal_preconditioner(
     noise = _gradient_noise(C, S, gradient_noise)
     if form == "full":
         Lambda = _expand("prior_precision", prior_precision, len(noise))
-        return mu * _largest_sgfs(N**2 / T * noise + Lambda, Lambda, N, T).H
+        return mu * _uncut(N**2 / T * noise + Lambda, Lambda, N, T, _SILENT).H
 
     diagonal = np.diagonal(noise)
     if not np.all(diagonal > 0):
@@ -262,7 +265,7 @@ def sgfs_step(
     if fisher == "diagonal":
         return _diagonal_sgfs(*map(np.diagonal, (J, B, Lambda)), N, T, max_step)
     if learning_rate is None:
-        return _largest_sgfs(J, Lambda, N, T)
+        return _uncut(J, Lambda, N, T, 0.5)
     H = 2.0 * N * _inverse(J + B)
     return Step(H, _symmetrize(T * H @ B @ H) / N**2)
 
@@ -852,8 +855,8 @@ def _diagonal_sgfs(J, B, Lambda, N, T, max_step):
     return Step(H, T * H / N * np.maximum(2.0 - J * H / N, 0.0))
 
 
-def _largest_sgfs(J, Lambda, N, T):
-    """B = 0: H = 2 N J^-1, or N / Lambda in the directions where that is less."""
+def _uncut(J, Lambda, N, T, largest_share):
+    """B = 0: H = 2 N J^-1, or N / Lambda where Lambda's share of J is above `largest_share`."""
     try:
         R = scipy.linalg.cholesky(J, lower=True)
     except np.linalg.LinAlgError:
@@ -861,7 +864,7 @@ def _largest_sgfs(J, Lambda, N, T):
     R_inverse = scipy.linalg.solve_triangular(R, np.eye(len(J)), lower=True)
     share, W = scipy.linalg.eigh(R_inverse @ Lambda @ R_inverse.T)
     # `share` is Lambda's part of J in the direction, up to rounding in [0, 1].
-    h = 1.0 / np.maximum(share, 0.5)
+    h = np.where(share > largest_share, 1.0 / np.maximum(share, 0.5), 2.0)
     V = R_inverse.T @ W
     return Step(N * (V * h) @ V.T, T * (V * (2.0 * h - h**2)) @ V.T)
 

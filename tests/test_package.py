@@ -37,6 +37,7 @@ def test_public_names_exist():
         "InGraphCallback",
         "IterateAverages",
         "PosteriorSamples",
+        "PriorPrecisionEM",
         "StepSizeAnnealing",
     }
 
@@ -58,6 +59,7 @@ def test_every_public_class_has_a_docstring_and_is_registered_under_the_package(
         sg.callbacks.GradientNoise,
         sg.callbacks.IterateAverages,
         sg.callbacks.PosteriorSamples,
+        sg.callbacks.PriorPrecisionEM,
         sg.callbacks.StepSizeAnnealing,
     ]
     for cls in serializable:

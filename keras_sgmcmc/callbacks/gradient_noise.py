@@ -227,7 +227,8 @@ class GradientNoise(InGraphCallback):
 
     def wrap(self, step):
         def wrapped(data):
-            number, due = self._next_step()
+            number, updates = self.next_update()
+            due = tf.logical_and(updates, number % self.every == 0)
             self._verify(data)
             if not self._estimator.plan(data).shared:
                 # At the weights that the batch finds, not at those that it has moved.
@@ -239,14 +240,6 @@ class GradientNoise(InGraphCallback):
             return logs
 
         return wrapped
-
-    def _next_step(self):
-        """The number that `iterations` will have, and whether an estimate is due."""
-        batches = tf.convert_to_tensor(self.optimizer._iterations) + 1
-        accumulated = self.optimizer.gradient_accumulation_steps or 1
-        number = batches // accumulated
-        due = tf.logical_and(batches % accumulated == 0, number % self.every == 0)
-        return number, due
 
     def _verify(self, data):
         if not self._awaiting_verification:

@@ -3,6 +3,7 @@
 import weakref
 
 import keras
+import tensorflow as tf
 
 from keras_sgmcmc import fit_run
 from keras_sgmcmc.callbacks.step_callback import base_optimizer
@@ -74,6 +75,17 @@ class InGraphCallback(keras.callbacks.Callback):
             A function of the same kind, which is traced.
         """
         return step
+
+    def next_update(self):
+        """For a wrapped step, before the update: its number, and whether this batch completes it.
+
+        Returns:
+            The value that `optimizer.iterations` will have (if loss scaling does not skip the
+            update), and False for the batches that gradient accumulation only adds up; tensors.
+        """
+        batches = tf.convert_to_tensor(self.optimizer._iterations) + 1
+        accumulated = self.optimizer.gradient_accumulation_steps or 1
+        return batches // accumulated, batches % accumulated == 0
 
     def retrace(self):
         """Ask for `wrap` to be called, and the step to be traced, anew at the next batch."""

@@ -105,6 +105,9 @@ class Sampler(keras.optimizers.Optimizer):
         )
         self._track_variable(self._seed)
         self._slots = {}
+        # Not tracked: they are not the optimizer's own.
+        object.__setattr__(self, "_kept", {})
+        self._unclaimed = {}
         self._prior_precision = {}
         self._precision_of_variable = []
         self._group_of_variable = []
@@ -358,6 +361,26 @@ class Sampler(keras.optimizers.Optimizer):
         ]
         return self._slots[name]
 
+    def keep(self, name, variable):
+        """Save a variable of a callback or a loss with the optimizer's state, under `name`.
+
+        Keras saves neither. The variable gets its value back when a state that has one is loaded,
+        at once if that was before; a state without one leaves it alone.
+        """
+        self._kept[name] = variable
+        self._restore_kept()
+
+    def _restore_kept(self):
+        for name in self._kept.keys() & self._unclaimed.keys():
+            value, variable = self._unclaimed.pop(name), self._kept[name]
+            if tuple(value.shape) != tuple(variable.shape):
+                raise ValueError(
+                    f"The saved `{name}` is of shape {tuple(value.shape)}, and this one of "
+                    f"{tuple(variable.shape)}. Use the callbacks and the loss of the saved run, "
+                    "with the same arguments."
+                )
+            variable.assign(value)
+
     def noise_ratio(self, variances, rows):
         """tr(H C H / S) / tr(2 T H / N): noise of the batches against the noise wanted.
 
@@ -412,6 +435,27 @@ class Sampler(keras.optimizers.Optimizer):
             )
         return dict(self._prior_precision)
 
+    @property
+    def prior_groups(self):
+        """dict of group name to the positions of its variables."""
+        groups = list(enumerate(self._group_of_variable))
+        return {
+            name: [index for index, group in groups if group == position]
+            for position, name in enumerate(self._prior_precision)
+        }
+
+    def sampled(self, index):
+        """Which elements of variable number `index` move by noise now: a bool, or of its shape."""
+        del index
+        return True
+
+    def largest_precision(self, index):
+        """The prior's precision of variable number `index` that H bears: H lambda / N <= 1.
+
+        The chain is unstable from twice as much on.
+        """
+        return self.train_size / ops.max(self.step_size(index))
+
     def _get_current_learning_rate(self):
         # Keras calls a schedule with the count of micro-batches; `iterations` counts updates.
         if isinstance(self._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
@@ -451,7 +495,10 @@ class Sampler(keras.optimizers.Optimizer):
 
     def save_own_variables(self, store):
         """Write the state by name, beside the class and the layout."""
-        state.save(store, self._layout(), self._named_state(), built=self.built)
+        kept = {name: ops.convert_to_numpy(variable) for name, variable in self._kept.items()}
+        # What was loaded and not asked for since goes on.
+        kept = {**self._unclaimed, **kept}
+        state.save(store, self._layout(), self._named_state(), kept, built=self.built)
 
     def load_own_variables(self, store):
         """Read the state by name.
@@ -463,7 +510,8 @@ class Sampler(keras.optimizers.Optimizer):
         if not self._seed_is_free:
             # A seed that was chosen stays: two chains from one checkpoint must differ.
             del named["seed"]
-        state.load(store, self._layout(), named)
+        self._unclaimed = state.load(store, self._layout(), named)
+        self._restore_kept()
 
     def get_config(self):
         config = super().get_config()

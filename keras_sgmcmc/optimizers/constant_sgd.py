@@ -14,6 +14,8 @@ from keras_sgmcmc.validation import real_number
 _PRECONDITIONERS = ("scalar", "diagonal", "sqrt", "full")
 # By default no coordinate is moved as if its variance were a smaller part of the mean variance.
 _SMALLEST_VARIANCE = 1e-6
+# Of the prior in the bracket of the full form, above which a direction has as good as no noise.
+_SILENT_SHARE = 0.99
 # Relative excess of the variance above which a warning is due.
 _LARGEST_BIAS = 0.05
 
@@ -47,9 +49,9 @@ class ConstantSGD(NoiseSampler):
     warm-up, and until C is known, H is `learning_rate`.
 
     Only where there is gradient noise is anything sampled. With a Gaussian prior H is bounded by
-    mu N / Lambda (in the full form where N^2 C / S < T Lambda, which would make H A = 2, the limit
-    of stability, without data), which draws weights without data to the prior's mode. With neither
-    noise nor prior they do not move.
+    mu N / Lambda (in the full form where T Lambda is more than 99 % of the bracket; without data
+    H A would be 2, the limit of stability), which draws weights without data to the prior's mode.
+    With neither noise nor prior they do not move.
 
     Matrices are scaled to a unit diagonal and factored in float32 every `update_every` steps. If
     they are singular to 1e-5, 1e-5 of their diagonal is added; singular directions without a prior
@@ -113,6 +115,10 @@ class ConstantSGD(NoiseSampler):
 
     def fisher_weight(self):
         return self._batch_ratio() * self.train_size
+
+    @property
+    def largest_share(self):
+        return _SILENT_SHARE
 
     def variance(self, index):
         covariance = super().variance(index)

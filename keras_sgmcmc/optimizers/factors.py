@@ -9,7 +9,7 @@ from keras_sgmcmc import compilation
 TOLERANCE = 1e-5
 
 
-def factorise(matrix, precision, *, bounded, priors, xla=True):
+def factorise(matrix, precision, *, largest_share, priors, xla=True):
     """Factor F with F (matrix + damping) F' = 1 in all directions that can be told from 0.
 
     The matrix is scaled to a unit diagonal first, so that the units of the weights don't matter.
@@ -23,16 +23,17 @@ def factorise(matrix, precision, *, bounded, priors, xla=True):
     Args:
         matrix: Symmetric, positive semi-definite, [D, D].
         precision: Lambda, the part of the matrix that is the prior's, a vector, [D].
-        bounded: Whether to find the directions in which Lambda is more than half of the matrix.
+        largest_share: The share of the matrix, at least 1/2, up to which Lambda is no bound in a
+            direction; None if it never is.
         priors: "all", "some" or "none" of the coordinates have a prior.
         xla: Whether XLA may be used, whose Cholesky factorisation doesn't raise.
 
     Returns:
-        F, [D, D]; `reach`, [D], at most 1: twice it is the inverse of Lambda's share in a row's
-        direction where `bounded` and that is above 1/2; the damping, [D]; the number of directions
+        F, [D, D]; `reach`, [D], 1, or half of the inverse of Lambda's share in a row's direction
+        where that is above `largest_share`; the damping, [D]; the number of directions
         that got zeros, a float scalar.
     """
-    bounded = bounded and priors != "none"
+    bounded = largest_share is not None and priors != "none"
     diagonal = ops.diagonal(matrix)
     live = diagonal > 0
     inverse = ops.where(live, ops.rsqrt(ops.where(live, diagonal, 1.0)), 0.0)
@@ -47,15 +48,16 @@ def factorise(matrix, precision, *, bounded, priors, xla=True):
         return factor, ones, damping, ops.sum(dead)
 
     def spectral():
-        return _spectral(unit, inverse, precision, share, bounded, ops.sum(dead), diagonal)
+        limit = largest_share if bounded else None
+        return _spectral(unit, inverse, precision, share, limit, ops.sum(dead), diagonal)
 
     root_of = compilation.compiled(ops.cholesky) if xla else _careful_cholesky
     root = root_of(unit)
     good = _exceeds(ops.square(ops.diagonal(root)), TOLERANCE)
     if bounded:
-        # Positive definite where Lambda is less than half of the matrix in every direction.
-        half = root_of(unit - 2.0 * ops.diag(share))
-        good = ops.logical_and(good, _exceeds(ops.diagonal(half), 0.0))
+        # Positive definite where Lambda is a smaller share of the matrix in every direction.
+        rest = root_of(unit - ops.diag(share) / largest_share)
+        good = ops.logical_and(good, _exceeds(ops.diagonal(rest), 0.0))
     otherwise = spectral
     if priors == "all" and not bounded:
 
@@ -82,7 +84,7 @@ def _exceeds(pivots, bound):
     return ops.all(pivots > bound)
 
 
-def _spectral(unit, inverse, precision, share, bounded, dead, diagonal):
+def _spectral(unit, inverse, precision, share, largest_share, dead, diagonal):
     values, vectors = ops.eigh(unit)
     in_prior = ops.sum(ops.square(vectors) * share[:, None], axis=0)
     kept = ops.logical_or(values > TOLERANCE, in_prior > 1e-3 * TOLERANCE)
@@ -90,9 +92,9 @@ def _spectral(unit, inverse, precision, share, bounded, dead, diagonal):
     roots = ops.where(kept, ops.rsqrt(ops.maximum(values, 0.0) + damping + 1e-30), 0.0)
     factor = roots[:, None] * ops.transpose(vectors) * inverse[None, :]
     reach = ops.ones_like(diagonal)
-    if bounded:
+    if largest_share is not None:
         shares, rotation = ops.eigh(ops.matmul(factor * precision[None, :], ops.transpose(factor)))
         factor = ops.matmul(ops.transpose(rotation), factor)
-        reach = 1.0 / ops.maximum(2.0 * shares, 1.0)
+        reach = ops.where(shares > largest_share, 0.5 / ops.maximum(shares, 0.5), 1.0)
     silent = dead + ops.sum(ops.cast(ops.logical_not(kept), unit.dtype))
     return factor, reach, damping * diagonal, silent

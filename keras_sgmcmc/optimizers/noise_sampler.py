@@ -13,6 +13,9 @@ from keras_sgmcmc.validation import positive_integer, real_number
 
 # Batches whose gradients are compared before their spread is used: variances to 10 %.
 _SPREAD_STEPS = 200
+# Relative change of a number that enters the factors above which they are made anew at once; a
+# precision that is learned changes a little all the time.
+_CHANGE = 0.01
 
 
 class NoiseSampler(Sampler):
@@ -37,7 +40,8 @@ class NoiseSampler(Sampler):
     once it is an average over 200 steps.
 
     Matrices are factored once in `update_every` steps, and when the temperature, the prior or the
-    step have changed; see `factors.factorise` for what becomes of ill-conditioned ones.
+    step have changed by more than 1 %; see `factors.factorise` for what becomes of ill-conditioned
+    ones.
 
     Args:
         learning_rate: See the method.
@@ -111,9 +115,9 @@ class NoiseSampler(Sampler):
         """beta, for B = beta I; None for another B."""
 
     @property
-    def is_bounded(self):
-        """Whether H is cut at N / Lambda."""
-        return True
+    def largest_share(self):
+        """Lambda's share of J up to which H is not cut at N / Lambda, for matrices; None: never."""
+        return 0.5
 
     def largest_step(self):
         """Largest entry of H for diagonal forms, or None."""
@@ -145,7 +149,7 @@ class NoiseSampler(Sampler):
         safe = ops.where(known, bracket, 1.0)
         whole = ops.where(known, 2.0 * N / safe, np.inf)
         H = whole
-        if self.is_bounded:
+        if self.largest_share is not None:
             H = ops.minimum(H, ops.where(Lambda > 0, N / ops.where(Lambda > 0, Lambda, 1), np.inf))
         largest = self.largest_step()
         if largest is not None:
@@ -159,6 +163,25 @@ class NoiseSampler(Sampler):
     def step_size(self, index):
         """H of a diagonal form as it is now."""
         return self._diagonal_law(index)[0]
+
+    def sampled(self, index):
+        """See `Sampler.sampled`; a method that injects no noise moves by that of the gradient."""
+        ready = self._is_ready()
+        if self.injects_noise:
+            return ready
+        if self.noise_structure == "diagonal":
+            return ops.logical_and(ready, self._covariance[index] > 0)
+        variances, start = ops.diagonal(self._covariance[0]), 0
+        for variable in self._trainable_variables[:index]:
+            start += length(variable)
+        shape = tuple(self._trainable_variables[index].shape)
+        part = variances[start : start + length(self._trainable_variables[index])]
+        return ops.logical_and(ready, ops.reshape(part, shape) > 0)
+
+    def largest_precision(self, index):
+        """See `Sampler.largest_precision`; here H shrinks as the precision grows."""
+        del index
+        return np.inf
 
     @property
     def stability_limit(self):
@@ -238,9 +261,10 @@ class NoiseSampler(Sampler):
         settings = self._settings()
         step = ops.cast(self._iterations, "int32")
         factored = ops.convert_to_tensor(self._factor_step[0])
+        before = ops.convert_to_tensor(self._factor_settings[0])
         due = ops.logical_or(
             ops.logical_or(factored < 0, step - factored >= self.update_every),
-            ops.any(ops.not_equal(settings, self._factor_settings[0])),
+            ops.any(ops.abs(settings - before) > _CHANGE * ops.abs(before)),
         )
         usable = ops.logical_and(self._iterations >= self.warmup_steps, self._examples[0] > 0)
 
@@ -275,7 +299,7 @@ class NoiseSampler(Sampler):
         factor, reach, damping, silent = factorise(
             matrix,
             precision,
-            bounded=self.is_bounded,
+            largest_share=self.largest_share,
             priors="all" if all(with_prior) else "some" if any(with_prior) else "none",
             xla=self.jit_compile,
         )

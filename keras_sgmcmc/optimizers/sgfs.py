@@ -131,8 +131,8 @@ class SGFS(NoiseSampler):
         return 4.0 * self.noise / ops.convert_to_tensor(self.learning_rate)
 
     @property
-    def is_bounded(self):
-        return self._is_largest
+    def largest_share(self):
+        return 0.5 if self._is_largest else None
 
     def warmup_step(self, index, gradient, learning_rate):
         del learning_rate

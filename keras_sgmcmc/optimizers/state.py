@@ -10,18 +10,27 @@ import warnings
 import numpy as np
 
 _DESCRIPTION = "keras_sgmcmc"
+_KEPT = "kept."
 
 
-def save(store, layout, variables, *, built):
-    """Write `variables` (dict of name to variable) and what they are into `store`."""
-    description = json.dumps({**layout, "built": bool(built)}).encode()
+def save(store, layout, variables, kept, *, built):
+    """Write `variables` (dict of name to variable) and what they are into `store`.
+
+    `kept` (dict of name to array) goes with them, but is no part of the layout.
+    """
+    description = json.dumps({**layout, "kept": sorted(kept), "built": bool(built)}).encode()
     store[_DESCRIPTION] = np.frombuffer(description, dtype="uint8").copy()
     for name, variable in variables.items():
         store[name] = variable.numpy()
+    for name, array in kept.items():
+        store[_KEPT + name] = array
 
 
 def load(store, layout, variables):
     """Assign what `store` holds to `variables`, if it is of the same layout.
+
+    Returns:
+        What was kept with them, as a dict of name to array.
 
     The state of another optimizer is left alone, with a warning; so is that of an optimizer that
     had not been built, which is none.
@@ -36,10 +45,10 @@ def load(store, layout, variables):
             f"optimizer?): the weights were loaded, and {sampler} starts afresh.",
             stacklevel=2,
         )
-        return
+        return {}
     saved = json.loads(bytes(np.asarray(store[_DESCRIPTION], dtype="uint8")).decode())
     if not saved["built"]:
-        return
+        return {}
     differences = [
         f"{key}: saved {saved[key]!r}, here {layout[key]!r}"
         for key in layout
@@ -57,3 +66,4 @@ def load(store, layout, variables):
         )
     for name, variable in variables.items():
         variable.assign(store[name])
+    return {name: np.array(store[_KEPT + name]) for name in saved.get("kept", ())}
