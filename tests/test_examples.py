@@ -38,3 +38,12 @@ def test_regression(monkeypatch, tmp_path, capsys):
     figure = shortened("regression", monkeypatch, tmp_path, STEPS=2000, BURN_IN=1000)
     assert figure.stat().st_size > 10_000
     assert "95 % band" in capsys.readouterr().out
+
+
+def test_automatic_relevance(monkeypatch, tmp_path, capsys):
+    constants = {"STEPS": 5000, "LEARN_FROM": 1000, "BURN_IN": 2000}
+    figure = shortened("automatic_relevance", monkeypatch, tmp_path, **constants)
+    assert figure.stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "sd of weights" in printed
+    assert "precisions learned" in printed

@@ -54,6 +54,7 @@ def main():
         "StepSizeAnnealing": [sg.callbacks.StepSizeAnnealing(schedule)],
         "PosteriorSamples(thinning=100)": [sg.callbacks.PosteriorSamples(0, 100, 20)],
         "IterateAverages(window=100)": [sg.callbacks.IterateAverages(0, 100, 20)],
+        "PriorPrecisionEM(every=10)": [sg.callbacks.PriorPrecisionEM(start=0)],
         "PosteriorSamples and annealing": [
             sg.callbacks.PosteriorSamples(0, 100, 20),
             sg.callbacks.StepSizeAnnealing(schedule),
