@@ -177,8 +177,8 @@ class NoUTurn:
         passes *= NUTS_SHARE
         found = sg.reference.nuts(
             self.model, *self.arrays, prior=None, start=[[np.reshape(start, (D, 1))]],
-            # A transition takes 3 gradients at least, but for the rare one that turns at once.
-            draws=passes // 3, warmup=NUTS_WARMUP, chains=1, seed=self.seed, verbose=0,
+            # At the steps that the warm-up finds no chain takes fewer gradients for a transition.
+            draws=passes // 6, warmup=NUTS_WARMUP, chains=1, seed=self.seed, verbose=0,
         )  # fmt: skip
         burn_in = int(found.warmup_gradients[0])
         each = found.gradients[0] / len(found)
@@ -259,6 +259,8 @@ def passes_to(errors, level, times):
 
 def summary(values, form="{:.0f}"):
     """Mean and range over the chains."""
+    if np.isnan(values).all():
+        return "-"
     reached = np.isfinite(values)
     if not reached.all():
         return f"{reached.sum()} of {len(values)}"
@@ -297,13 +299,18 @@ def convergence(x, y, posterior, number, chains, passes):
         results[label] = errors, floor
         cells = [passes_to(errors.kl, level, times) for level in LEVELS]
         cells.append(passes_to(errors.mean, MEAN_LEVEL, times))
-        ends = [summary(e[:, last], "{:.3f}") for e in (errors.kl, errors.mean)]
+        at = np.flatnonzero(np.isfinite(errors.kl).all(0)).max(initial=last)
+        ends, finals = (
+            [summary(e[:, i], "{:.3f}") for e in (errors.kl, errors.mean)] for i in (last, at)
+        )
         print(
             f"{label:16} {summary(errors.burn_in):>16}"
             + "".join(f" {summary(cell):>17}" for cell in cells)
             + f" {ends[0]:>20} {ends[1]:>20} {floor:7.4f} {seconds:8.2f}",
             flush=True,
         )
+        if at > last:
+            print(f"{'':16} at {times[at]:.0f} passes KL {finals[0]}, dm {finals[1]}", flush=True)
     return times, results
 
 
@@ -382,8 +389,8 @@ def draw_convergence(number, times, results, path):
         axis.set_title(title, fontsize=10)
         axis.set_xlim(times[0], times[-1])
         axis.grid(alpha=0.3, which="both", lw=0.5)
-    axes[0].set_ylim(0.01, 30)
-    axes[1].set_ylim(0.01, 3)
+    for axis, limits in zip(axes, ((0.01, 10), (0.01, 1), (0.3, 300)), strict=True):
+        axis.set_ylim(limits)
     axes[0].legend(fontsize=8)
     chains = {len(errors.kl) for errors, _ in results.values()}
     figure.suptitle(
