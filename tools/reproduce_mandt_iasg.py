@@ -324,7 +324,7 @@ def draw_covariances(found, posterior, path):
 
     curvatures, vectors = np.linalg.eigh(posterior.A)
     plane = vectors[:, [0, -1]] * np.sqrt(N * curvatures[[0, -1]])
-    figure, axes = plt.subplots(1, len(found), figsize=(5.2 * len(found), 5.6))
+    figure, axes = plt.subplots(1, len(found), figsize=(5.2 * len(found), 6.2))
     for axis, (rate, (means, iterates)) in zip(axes, found.items(), strict=True):
         for draws, color, label in (
             (iterates, "tab:cyan", "iterates"),
