@@ -93,6 +93,8 @@ def test_linear_regression_has_the_exact_posterior(method, temperature, draws):
     assert posterior.divergences.tolist() == [0] * 4
     assert np.all((posterior.acceptance > 0.6) & (posterior.acceptance < 0.99))
     assert np.all(posterior.gradients >= 4 * draws * (method == "hmc"))
+    # A transition takes a gradient at least, and each of five windows looks for a step size.
+    assert np.all(posterior.warmup_gradients >= 400 + 5 * (1 + 2 * 2))
     # The scales were learnt, and the model was left alone.
     (scale,) = posterior.scale.values()
     std = np.sqrt(temperature * np.diag(covariance))

@@ -41,6 +41,7 @@ class ChainsPosterior(Posterior):
         acceptance: Mean acceptance probability of each chain, shape (C,).
         divergences: Number of divergent transitions of each chain after warm-up, shape (C,).
         gradients: Gradients of U that each chain took after warm-up, shape (C,).
+        warmup_gradients: Those of the warm-up, the search for a first step size included, (C,).
         seconds: Wall time of the draws, compilation excluded.
         warmup_seconds: Wall time of the warm-up, compilation of the transitions excluded.
     """
@@ -164,6 +165,7 @@ class _Chains:
         self.seed = tf.constant(np.uint32(seed).view("int32"))
         self.step = 0
         self.seconds = 0.0
+        self.search_gradients = 0
         self._compiled = False
         self._block = 1
         self._bootstrap = tf.function(self._bootstrap_graph, autograph=False)
@@ -233,6 +235,7 @@ class _Chains:
         dtype = self.potential.dtype
         self.scale = tf.constant(scale, dtype)
         self.z = tf.constant(vectors, dtype) / self.scale
+        self.search_gradients += 1
         self.results = self._bootstrap(
             self.z,
             self.scale,
@@ -250,6 +253,7 @@ class _Chains:
         def acceptance(step_size):
             step_size = tf.constant(step_size, self.potential.dtype)
             key = random_keys(1, self.seed, -1 - self.step)[0]
+            self.search_gradients += 2
             return float(self._try_step(self.z, self.scale, step_size, key, self.potential.data))
 
         step_size = 1.0
@@ -300,21 +304,27 @@ class _Chains:
 
 
 def _warm_up(chains, vectors, steps, bar):
-    """Find the step size and the scales: windows, each with the scales that the last one saw."""
+    """Find the step size and the scales: windows, each with the scales that the last one saw.
+
+    Returns the gradients that each chain took.
+    """
     scale = np.ones(chains.potential.size)
-    done = 0
+    done, gradients = 0, np.zeros(len(vectors), int)
     for share in _WINDOWS:
         end = round(share * steps)
         length, done = end - done, end
         if not length:
             continue
         chains.begin(vectors, scale, length)
-        draws = chains.run(length, bar)[0].astype("float64")
+        draws, _, _, leapfrogs = chains.run(length, bar)
+        gradients += leapfrogs.sum(axis=0)
+        draws = draws.astype("float64")
         vectors = draws[-1]
         # Fewer draws say too little of a variance. Chains may still be far apart.
         if share < 1.0 and draws.shape[0] * draws.shape[1] >= 20 and length > 1:
             std = np.sqrt(draws.var(axis=0).mean(axis=0))
             scale = np.where(np.isfinite(std) & (std > 0), std, scale)
+    return gradients + chains.search_gradients
 
 
 def hmc(
@@ -509,7 +519,7 @@ def _run(
     vectors = _starting_points(potential, start, count, seed)
     chains = _Chains(potential, method, target_accept, seed, jit_compile)
     bar = progress_bar(warmup + draws, verbose, "draw")
-    _warm_up(chains, vectors, warmup, bar)
+    warmup_gradients = _warm_up(chains, vectors, warmup, bar)
     warmup_seconds = chains.seconds
     vectors, acceptance, divergent, leapfrogs = chains.run(draws, bar)
     by_chain = np.moveaxis(vectors, 1, 0).reshape(count * draws, -1)
@@ -525,6 +535,7 @@ def _run(
     posterior.acceptance = acceptance.mean(axis=0, dtype="float64")
     posterior.divergences = divergent.sum(axis=0)
     posterior.gradients = leapfrogs.sum(axis=0)
+    posterior.warmup_gradients = warmup_gradients
     posterior.warmup_seconds = warmup_seconds
     posterior.seconds = chains.seconds - warmup_seconds
     _report(posterior, draws)
