@@ -76,9 +76,7 @@ class Posterior:
     ```
     """
 
-    def __init__(
-        self, model, variables, draws, steps, weights=None, common=None, chain_ids=None
-    ):
+    def __init__(self, model, variables, draws, steps, weights=None, common=None, chain_ids=None):
         self.model = model
         self.variables = list(variables)
         self._draws = [self._arrays(i, draw) for i, draw in enumerate(draws)]
@@ -91,7 +89,9 @@ class Posterior:
             _read_only(v, given[id(v)] if id(v) in given else keras.ops.convert_to_numpy(v))
             for v in self._others
         ]
-        self._set_labels(steps, weights, np.zeros(len(self._draws)) if chain_ids is None else chain_ids)
+        self._set_labels(
+            steps, weights, np.zeros(len(self._draws)) if chain_ids is None else chain_ids
+        )
         # Shared with all Posteriors made from this one, so that they are traced once.
         self._functions = {}
 
@@ -373,9 +373,7 @@ class Posterior:
                 outputs.
         """
         data = (x, y)
-        (p, *entropies), (y, _) = self._run(
-            "mean", predictive.Entropies, data, batch_size, verbose
-        )
+        (p, *entropies), (y, _) = self._run("mean", predictive.Entropies, data, batch_size, verbose)
         if tree.is_nested(p):
             raise ValueError(
                 "The model has several outputs. Give those of one of them, predict(x)[...], to the "

@@ -70,7 +70,9 @@ def effective_sample_size(draws, *, method="bulk", weights=None):
     >>> effective_sample_size(predictions, method="mean").min()
     """
     if method not in _METHODS:
-        raise ValueError(f"`method` should be one of {tuple(_METHODS)}. Received: method={method!r}")
+        raise ValueError(
+            f"`method` should be one of {tuple(_METHODS)}. Received: method={method!r}"
+        )
     draws = _by_chain(draws)
     arviz = import_arviz()
     ess = _each(draws, lambda series: arviz.ess(series, method=_METHODS[method]))

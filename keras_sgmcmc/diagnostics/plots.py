@@ -52,7 +52,8 @@ def plot_rank(posterior, x=None, *, elements=4, batch_size=32):
             "`posterior` should hold several chains, whose ranks are compared. Received: a single "
             "one. Join chains by Posterior.concatenate, or look at plot_trace."
         )
-    axes = arviz.plot_rank(series)
+    columns = min(len(series), 2)
+    axes = arviz.plot_rank(series, grid=(-(-len(series) // columns), columns), figsize=(11, 7))
     for axis in np.ravel(axes):
         axis.set(xlabel="rank among all draws")
     return _finished(axes)
@@ -72,9 +73,15 @@ def plot_autocorrelation(posterior, x=None, *, elements=4, max_lag=100, batch_si
     arviz = convergence.import_arviz()
     max_lag = positive_integer("max_lag", max_lag)
     series = _worst(posterior, x, elements, batch_size)
-    axes = arviz.plot_autocorr(series, max_lag=max_lag, grid=(len(series), _chains(series)))
-    for axis in np.ravel(axes):
-        axis.set(xlabel="lag in draws", ylabel="autocorrelation")
+    max_lag = min(max_lag, next(iter(series.values())).shape[1])
+    grid = (len(series), _chains(series))
+    size = (3 + 2.5 * grid[1], 1 + 2 * grid[0])
+    axes = arviz.plot_autocorr(series, max_lag=max_lag, grid=grid, figsize=size, textsize=9)
+    axes = np.reshape(axes, grid)
+    for row, name in zip(axes, series, strict=True):
+        for chain, axis in enumerate(row):
+            axis.set_title(f"{name}, chain {chain}", fontsize=9)
+            axis.set(xlabel="lag in draws", ylabel="autocorrelation", ylim=(-0.5, 1.0))
     return _finished(axes)
 
 
@@ -105,6 +112,8 @@ def plot_energy(posterior, x, y, *, batch_size=32):
         2016.
     """
     arviz = convergence.import_arviz()
+    from matplotlib.ticker import AutoLocator
+
     densities = tables.log_likelihood(posterior, x, y, batch_size)
     energy = posterior.by_chain(-densities.sum(axis=1, dtype="float64"))
     axis = arviz.plot_energy(arviz.from_dict(sample_stats={"energy": energy}))
@@ -113,6 +122,7 @@ def plot_energy(posterior, x, y, *, batch_size=32):
         ylabel="density",
         title="Energy -log p(y | x, weights) of the draws",
     )
+    axis.xaxis.set_major_locator(AutoLocator())
     axis.figure.tight_layout()
     return axis
 
