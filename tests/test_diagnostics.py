@@ -442,6 +442,15 @@ def test_plots(figures):
     assert np.size(diagnostics.plot_rank(posterior, x)) == 4
     axes = diagnostics.plot_autocorrelation(posterior, elements=2, max_lag=20)
     assert axes.shape == (2, 2)
+    for row, name in zip(axes, sorted(ess, key=ess.get), strict=False):
+        for i, axis in enumerate(row):
+            assert axis.get_title() == f"{name}\nchain {i}"
+            (lines,) = [c for c in axis.collections if hasattr(c, "get_segments")]
+            heights = [segment[1, 1] for segment in lines.get_segments()]
+            variable, _, index = name.rstrip("]").partition("[")
+            element = tuple(map(int, index.split(", ")))
+            draws = posterior.by_chain(posterior.draws[variable])[(i, slice(None), *element)]
+            np.testing.assert_allclose(heights, arviz.autocorr(draws)[:20], atol=1e-5)
     axis = diagnostics.plot_energy(posterior, x, y)
     assert axis.get_title()
     assert diagnostics.plot_autocorrelation(posterior[:40], elements=1).shape == (1, 1)

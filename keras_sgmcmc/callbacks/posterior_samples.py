@@ -73,7 +73,11 @@ class PosteriorSamples(ChainMonitor):
 
     @property
     def posterior(self):
-        """The draws so far, as a `Posterior` of the model."""
+        """The draws so far, as a `Posterior` of the model.
+
+        Its `seconds` are the number of draws times the wall time from draw to draw, so without
+        burn-in and compilation.
+        """
         if self._variables is None:
             raise ValueError("There is no draw yet: pass this callback to `model.fit` first.")
         if self._posterior is None:

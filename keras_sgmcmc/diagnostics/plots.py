@@ -31,7 +31,9 @@ def plot_trace(posterior, x=None, *, elements=4, batch_size=32):
     """
     arviz = convergence.import_arviz()
     series = _worst(posterior, x, elements, batch_size)
-    axes = arviz.plot_trace(series, compact=False, legend=_chains(series) > 1)
+    axes = arviz.plot_trace(
+        series, var_names=list(series), compact=False, legend=_chains(series) > 1
+    )
     for density, course in axes:
         density.set(xlabel=_unit(x), ylabel="density")
         course.set(xlabel="draw", ylabel=_unit(x))
@@ -53,7 +55,8 @@ def plot_rank(posterior, x=None, *, elements=4, batch_size=32):
             "one. Join chains by Posterior.concatenate, or look at plot_trace."
         )
     columns = min(len(series), 2)
-    axes = arviz.plot_rank(series, grid=(-(-len(series) // columns), columns), figsize=(11, 7))
+    grid = (-(-len(series) // columns), columns)
+    axes = arviz.plot_rank(series, var_names=list(series), grid=grid, figsize=(11, 3.5 * grid[0]))
     for axis in np.ravel(axes):
         axis.set(xlabel="rank among all draws")
     return _finished(axes)
@@ -76,13 +79,14 @@ def plot_autocorrelation(posterior, x=None, *, elements=4, max_lag=100, batch_si
     max_lag = min(max_lag, next(iter(series.values())).shape[1])
     grid = (len(series), _chains(series))
     size = (3 + 2.5 * grid[1], 1 + 2 * grid[0])
-    axes = arviz.plot_autocorr(series, max_lag=max_lag, grid=grid, figsize=size, textsize=9)
-    axes = np.reshape(axes, grid)
-    for row, name in zip(axes, series, strict=True):
-        for chain, axis in enumerate(row):
-            axis.set_title(f"{name}, chain {chain}", fontsize=9)
-            axis.set(xlabel="lag in draws", ylabel="autocorrelation", ylim=(-0.5, 1.0))
-    return _finished(axes)
+    axes = arviz.plot_autocorr(
+        series, var_names=list(series), max_lag=max_lag, grid=grid, figsize=size, textsize=8
+    )
+    for axis in np.ravel(axes):
+        # The second line is the bare number of the chain.
+        axis.set_title(axis.get_title().replace("\n", "\nchain "), fontsize=8)
+        axis.set(xlabel="lag in draws", ylabel="autocorrelation", ylim=(-0.5, 1.0))
+    return _finished(np.reshape(axes, grid))
 
 
 def plot_energy(posterior, x, y, *, batch_size=32):
