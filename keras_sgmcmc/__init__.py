@@ -1,6 +1,15 @@
 """Stochastic-gradient MCMC as Keras optimizers."""
 
-from keras_sgmcmc import callbacks, optimizers, per_example, reference, schedules, theory
+from keras_sgmcmc import (
+    callbacks,
+    diagnostics,
+    metrics,
+    optimizers,
+    per_example,
+    reference,
+    schedules,
+    theory,
+)
 from keras_sgmcmc.callbacks.chain_monitor import DivergenceError
 from keras_sgmcmc.data import minibatches
 from keras_sgmcmc.losses import GaussianNegativeLogLikelihood, NegativeLogLikelihood
@@ -21,6 +30,8 @@ __all__ = [
     "NegativeLogLikelihood",
     "Posterior",
     "callbacks",
+    "diagnostics",
+    "metrics",
     "minibatches",
     "optimizers",
     "pSGLD",

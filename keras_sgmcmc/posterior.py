@@ -11,9 +11,10 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from keras_sgmcmc import predictive
-from keras_sgmcmc.likelihoods import compiled_likelihoods
-from keras_sgmcmc.validation import positive_integer
+from keras_sgmcmc import metrics, predictive
+from keras_sgmcmc.diagnostics import tables
+from keras_sgmcmc.likelihoods import Bernoulli, Categorical, compiled_likelihoods
+from keras_sgmcmc.validation import positive_integer, real_number
 
 
 class Uncertainty(NamedTuple):
@@ -52,10 +53,14 @@ class Posterior:
             None, all alike.
         common: Pairs (variable, value) for variables of the model that are not in `variables`
             (frozen layers, seeds). Those not listed keep their value of now. Defaults to None.
+        chain_ids: Integer for each draw, the chain that it is from. Defaults to None, one chain.
 
     Attributes:
         steps: Integer array, shape (S,).
         draw_weights: Array of shape (S,) that sums to 1.
+        chain_ids: Integer array, shape (S,). `concatenate` numbers the chains anew.
+        seconds: Wall time that the draws took, all chains together, or None if it is not known.
+            A part of a Posterior does not know it.
 
     Raises:
         ValueError: If the number or the shape of the values does not fit.
@@ -71,7 +76,7 @@ class Posterior:
     ```
     """
 
-    def __init__(self, model, variables, draws, steps, weights=None, common=None):
+    def __init__(self, model, variables, draws, steps, weights=None, common=None, chain_ids=None):
         self.model = model
         self.variables = list(variables)
         self._draws = [self._arrays(i, draw) for i, draw in enumerate(draws)]
@@ -84,7 +89,9 @@ class Posterior:
             _read_only(v, given[id(v)] if id(v) in given else keras.ops.convert_to_numpy(v))
             for v in self._others
         ]
-        self._set_steps_and_weights(steps, weights)
+        self._set_labels(
+            steps, weights, np.zeros(len(self._draws)) if chain_ids is None else chain_ids
+        )
         # Shared with all Posteriors made from this one, so that they are traced once.
         self._functions = {}
 
@@ -97,10 +104,13 @@ class Posterior:
             )
         return [_read_only(v, value) for v, value in zip(self.variables, draw, strict=True)]
 
-    def _set_steps_and_weights(self, steps, weights):
+    def _set_labels(self, steps, weights, chain_ids):
+        self.seconds = None
         self.steps = np.array(steps, dtype="int64").reshape(-1)
+        self.chain_ids = np.array(chain_ids, dtype="int64").reshape(-1)
         self._weights = None if weights is None else np.array(weights, dtype="float64").reshape(-1)
-        for name, value in (("steps", self.steps), ("weights", self._weights)):
+        labels = {"steps": self.steps, "weights": self._weights, "chain_ids": self.chain_ids}
+        for name, value in labels.items():
             if value is not None and len(value) != len(self._draws):
                 raise ValueError(
                     f"`{name}` needs one entry for each of {len(self._draws)} draws. "
@@ -113,20 +123,21 @@ class Posterior:
                 f"Received: weights={self._weights}"
             )
         self.draw_weights = raw / raw.sum() if len(raw) else raw
-        self.steps.setflags(write=False)
-        self.draw_weights.setflags(write=False)
+        for label in (self.steps, self.chain_ids, self.draw_weights):
+            label.setflags(write=False)
 
-    def _replace(self, draws, steps, weights):
+    def _replace(self, draws, steps, weights, chain_ids):
         new = copy.copy(self)
         new._draws = draws
-        new._set_steps_and_weights(steps, weights)
+        new._set_labels(steps, weights, chain_ids)
         return new
 
     @classmethod
     def concatenate(cls, posteriors):
         """All draws of several chains as one Posterior, on the model of the first.
 
-        Draw weights keep their scale: a chain with larger steps counts for more.
+        Draw weights keep their scale: a chain with larger steps counts for more. Which chain a draw
+        is from stays known: see `chain_ids`.
 
         Args:
             posteriors: Posteriors of models of one architecture: the same variables in the same
@@ -158,11 +169,20 @@ class Posterior:
                     )
         if len({p._weights is None for p in posteriors}) > 1:
             raise ValueError("Either all chains or none must have draw weights.")
-        return first._replace(
+        chain_ids, count = [], 0
+        for p in posteriors:
+            chains, inverse = np.unique(p.chain_ids, return_inverse=True)
+            chain_ids.append(count + inverse)
+            count += len(chains)
+        whole = first._replace(
             [draw for p in posteriors for draw in p._draws],
             np.concatenate([p.steps for p in posteriors]),
             None if first._weights is None else np.concatenate([p._weights for p in posteriors]),
+            np.concatenate(chain_ids),
         )
+        if all(p.seconds is not None for p in posteriors):
+            whole.seconds = sum(p.seconds for p in posteriors)
+        return whole
 
     def _architecture(self):
         # Keras numbers the layers of a second model of the same function: dense, then dense_1.
@@ -183,7 +203,9 @@ class Posterior:
             return self.weights(index)
         index = np.arange(len(self))[index]
         weights = None if self._weights is None else self._weights[index]
-        return self._replace([self._draws[i] for i in index], self.steps[index], weights)
+        return self._replace(
+            [self._draws[i] for i in index], self.steps[index], weights, self.chain_ids[index]
+        )
 
     def __repr__(self):
         size = sum(math.prod(v.shape) for v in self.variables)
@@ -206,14 +228,41 @@ class Posterior:
         A path that several variables share gets a suffix: "dense/kernel", "dense/kernel_1".
         """
         result = {}
-        for i, v in enumerate(self.variables):
+        for i, (name, v) in enumerate(self._named_variables().items()):
+            values = [draw[i] for draw in self._draws]
+            result[name] = np.stack(values) if values else np.empty((0, *v.shape))
+        return result
+
+    def _named_variables(self):
+        result = {}
+        for v in self.variables:
             name, count = v.path, 0
             while name in result:
                 count += 1
                 name = f"{v.path}_{count}"
-            values = [draw[i] for draw in self._draws]
-            result[name] = np.stack(values) if values else np.empty((0, *v.shape))
+            result[name] = v
         return result
+
+    def by_chain(self, values):
+        """Values of all draws, shape (S, ...), chain by chain: shape (C, n, ...).
+
+        The layout of `keras_sgmcmc.diagnostics` and of ArviZ, e.g. for
+        `p.by_chain(p.predict(x, reduce=None))`. A chain's draws are in the order of their steps; of
+        chains of unequal length the last n draws are taken, n those of the shortest.
+
+        Raises:
+            ValueError: If there is not one entry for each draw.
+        """
+        values = np.asarray(values)
+        if not len(self) or values.shape[:1] != (len(self),):
+            raise ValueError(
+                f"`values` needs one entry for each of {len(self)} draws, at least one, along its "
+                f"first axis. Received: shape {values.shape}"
+            )
+        chains = [np.flatnonzero(self.chain_ids == chain) for chain in np.unique(self.chain_ids)]
+        shortest = min(len(chain) for chain in chains)
+        ordered = [chain[np.argsort(self.steps[chain], kind="stable")] for chain in chains]
+        return values[np.stack([chain[-shortest:] for chain in ordered])]
 
     def predict(self, x, batch_size=32, reduce="mean", from_logits=None, verbose="auto"):
         """Posterior predictive mean, sum_s w_s E[y | x, theta_s]; class probabilities.
@@ -279,7 +328,7 @@ class Posterior:
         total = tree.map_structure(np.hypot, epistemic, noise)
         return Uncertainty(mean, epistemic, noise, total)
 
-    def log_predictive_density(self, x, y=None, batch_size=32, verbose="auto"):
+    def log_predictive_density(self, x, y=None, batch_size=32, verbose="auto", reduce="mean"):
         """Log posterior predictive density of every row, log sum_s w_s p(y | x, theta_s).
 
         Summed in log space, so that densities too small for a float count. The density of a row
@@ -290,15 +339,143 @@ class Posterior:
             y: Targets, as in `model.fit`.
             batch_size: Rows of a forward pass. Defaults to 32.
             verbose: `"auto"` (the default) or 1 shows a progress bar, 0 does not.
+            reduce: `"mean"` (the default) or None for log p(y | x, theta_s) of each draw.
 
         Returns:
-            Array of shape (n,).
+            Array of shape (n,), or (S, n) for `reduce=None`.
 
         Raises:
             ValueError: Also if the loss is no density of y that is known, naming those that are.
         """
-        (densities,), _ = self._run("log_prob", predictive.LogMean, (x, y), batch_size, verbose)
+        if reduce not in ("mean", None):
+            raise ValueError(f"`reduce` should be 'mean' or None. Received: reduce={reduce!r}")
+        accumulator = predictive.LogMean if reduce else predictive.Stack
+        (densities,), _ = self._run("log_prob", accumulator, (x, y), batch_size, verbose)
         return densities
+
+    def predictive_quality(self, x, y=None, batch_size=32, verbose="auto"):
+        """How good the predictions are, as a dict of the metrics in `keras_sgmcmc.metrics`.
+
+        For every model whose loss is a density: `negative_log_likelihood`, the mean over the rows
+        of -log sum_s w_s p(y | x, theta_s). For one trained with a Keras crossentropy also
+        `brier_score` and `expected_calibration_error` of the averaged probabilities, and the means
+        of `predictive_entropy` and of `mutual_information`, its part that is due to not knowing the
+        weights, both in nats.
+
+        Args:
+            x: As for `predict`; a Dataset holds y as well, and is read twice.
+            y: Targets, as in `model.fit`.
+            batch_size: Rows of a forward pass. Defaults to 32.
+            verbose: `"auto"` (the default) or 1 shows a progress bar, 0 does not.
+
+        Raises:
+            ValueError: Also if the loss is no density of y that is known, or the model has several
+                outputs.
+        """
+        data = (x, y)
+        (p, *entropies), (y, _) = self._run("mean", predictive.Entropies, data, batch_size, verbose)
+        if tree.is_nested(p):
+            raise ValueError(
+                "The model has several outputs. Give those of one of them, predict(x)[...], to the "
+                "functions of `keras_sgmcmc.metrics`."
+            )
+        densities = self.log_predictive_density(*data, batch_size, verbose)
+        result = {"negative_log_likelihood": float(-np.mean(densities, dtype="float64"))}
+        (likelihood,) = compiled_likelihoods(self.model, p)
+        if isinstance(likelihood, Categorical):
+            entropy = entropies[0].sum(axis=-1)
+        elif isinstance(likelihood, Bernoulli):
+            p, entropy = np.stack([1.0 - p, p], axis=-1), entropies[0] + entropies[1]
+            y = y.reshape(p.shape[:-1])
+        else:
+            return result
+        total = metrics.predictive_entropy(p)
+        return {
+            **result,
+            "brier_score": metrics.brier_score(p, y),
+            "expected_calibration_error": metrics.expected_calibration_error(p, y),
+            "predictive_entropy": float(np.mean(total)),
+            "mutual_information": float(np.mean(total - entropy)),
+        }
+
+    def summary(self, x=None, *, seconds=None, max_elements=200, batch_size=32):
+        """How well the chains have mixed: a table with one row for each variable.
+
+        A row is about the worst of a variable's elements. With `x` there are rows for the
+        predictions too, E[y | x, theta_s]. They are what to judge a network by: its weights may be
+        permuted and scaled against each other without changing anything, so that they mix badly,
+        and disagree between chains, where the predictions do not.
+
+        At most `max_elements` elements of a variable are looked at, evenly spaced from its first to
+        its last in C order, and as many predictions, of evenly spaced rows; so it takes about 4 ms
+        an element and no memory to speak of, whatever the size of the network. For a row for every
+        element of a small model use `arviz.summary(posterior.to_arviz())`.
+
+        | column | meaning |
+        |---|---|
+        | `size`, `checked` | number of elements, and how many were looked at |
+        | `still` | of these, how many never change or are not finite; left out of the rest |
+        | `r_hat` | the largest R-hat; of a single chain, its halves are compared |
+        | `r_hat_above_1.01` | the share of elements above 1.01 |
+        | `ess_bulk`, `ess_bulk_median` | effective number of draws, least and median |
+        | `ess_tail` | least effective number for the 5 % and 95 % quantiles |
+        | `ess_mean`, `ess_square` | the same for means and for variances |
+        | `mcse_mean` | the largest standard error of a mean, in units of the element |
+        | `ess_per_second` | `ess_bulk` / `seconds`, if the time is known |
+
+        Weighted draws count by Kish's formula; see `keras_sgmcmc.diagnostics`. Chains that are told
+        apart by `chain_ids` are compared, the last n draws of each, n those of the shortest.
+
+        Args:
+            x: Array, or list, tuple or dict of them as the model takes it. Defaults to None.
+            seconds: Wall time that the draws took. Defaults to None: `self.seconds`.
+            max_elements: Largest number of elements of a row. Defaults to `200`.
+            batch_size: Rows of a forward pass. Defaults to 32.
+
+        Returns:
+            A pandas DataFrame, whose `attrs` hold the numbers of `chains` and of `draws` a chain,
+            and `kish`, Kish's effective number of all draws by their weights alone.
+
+        Raises:
+            ValueError: If there are fewer than 4 draws a chain, or an argument is out of range.
+            ImportError: If ArviZ is not installed.
+
+        Warns:
+            If elements never change.
+        """
+        if seconds is None:
+            seconds = self.seconds
+        else:
+            seconds = real_number("seconds", seconds, positive=True)
+        max_elements = positive_integer("max_elements", max_elements)
+        return tables.summary(self, x, seconds, max_elements, batch_size)
+
+    def to_arviz(self, x=None, y=None, batch_size=32):
+        """The draws as an `arviz.InferenceData`, for all that ArviZ can do with them.
+
+        Holds every weight of every draw in memory. Chains are as in `by_chain`.
+
+        | group | variables |
+        |---|---|
+        | `posterior` | the variables by their path, with dots for slashes: "dense.kernel" |
+        | `sample_stats` | `step` and `weight` of a draw; with `y`, `energy` = -log p(y, all rows) |
+        | `predictions` | with `x`, E[y | x, theta_s]: `predictions`, or "predictions.<output>" |
+        | `log_likelihood` | with `y`, log p(y_i | x_i, theta_s) of each row |
+
+        Dimensions are named after the layer: "dense_out" is the last axis of all variables of
+        `dense` in which it has one length, "dense.kernel_dim_0" another axis of its kernel.
+        ArviZ knows no weights of draws, and counts all alike.
+
+        Args:
+            x: As for `predict`. Defaults to None.
+            y: Targets, as in `model.fit`. Defaults to None.
+            batch_size: Rows of a forward pass. Defaults to 32.
+
+        Raises:
+            ValueError: If there is no draw; as `log_predictive_density`, with `y`.
+            ImportError: If ArviZ is not installed.
+        """
+        return tables.to_arviz(self, x, y, batch_size)
 
     def evaluate(self, x, y=None, batch_size=32, sample_weight=None, verbose="auto"):
         """The compiled loss and metrics of the averaged prediction, as a dict.

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import tree
+from scipy import special
 
 from keras_sgmcmc.likelihoods import align, compiled_likelihoods
 
@@ -55,6 +56,22 @@ class LogMean:
 
     def result(self):
         return (self.log_sum.astype(self.dtype),)
+
+
+class Entropies:
+    """sum_s w_s of p, of -p log p and of -(1 - p) log(1 - p)."""
+
+    axis = 0
+
+    def __init__(self):
+        self.sums = 0.0
+
+    def add(self, weight, value):
+        p = value.astype("float64")
+        self.sums = self.sums + weight * np.stack([p, special.entr(p), special.entr(1.0 - p)])
+
+    def result(self):
+        return tuple(self.sums)
 
 
 class Stack:

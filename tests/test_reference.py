@@ -349,7 +349,11 @@ def test_datasets_and_starting_points():
 def test_divergences_and_disagreeing_chains_are_reported():
     model = linear_model(3)
     posterior = reference.ChainsPosterior(
-        model, model.trainable_variables, [[np.full((3, 1), c)] for c in range(8)], range(8), 2
+        model,
+        model.trainable_variables,
+        [[np.full((3, 1), c)] for c in range(8)],
+        steps=range(8),
+        chain_ids=[0] * 4 + [1] * 4,
     )
     posterior.divergences = np.array([0, 3])
     with pytest.warns(UserWarning, match="3 of 8 transitions diverged"):

@@ -86,7 +86,8 @@ def importance_sampling(x, y, laplace, pairs, seed=0):
         mean = excess @ z
         second = np.eye(D) + (z * excess[:, None]).T @ z
         covariance = second - np.outer(mean, mean)
-        return laplace.mean + root @ mean, root @ covariance @ root.T, 1 / np.sum(w**2)
+        kish = sg.diagnostics.kish_sample_size(w)
+        return laplace.mean + root @ mean, root @ covariance @ root.T, kish
 
     half = len(z) // 2
     return (
@@ -99,8 +100,8 @@ def importance_sampling(x, y, laplace, pairs, seed=0):
 def relative_errors(mean, covariance, reference):
     """E1 and E2."""
     return (
-        np.sum(np.abs(mean - reference[0])) / np.sum(np.abs(reference[0])),
-        np.sum(np.abs(covariance - reference[1])) / np.sum(np.abs(reference[1])),
+        sg.diagnostics.relative_error_mean(mean, reference[0]),
+        sg.diagnostics.relative_error_covariance(covariance, reference[1]),
     )
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import time
 import warnings
 
 import keras
@@ -67,10 +68,16 @@ class PosteriorSamples(ChainMonitor):
         self._variables = None
         self._draws, self._steps, self._sizes = [], [], []
         self._posterior = None
+        # Of the intervals between draws of one fit: neither burn-in nor compilation is among them.
+        self._clock, self._timed_seconds, self._timed_steps = None, 0.0, 0
 
     @property
     def posterior(self):
-        """The draws so far, as a `Posterior` of the model."""
+        """The draws so far, as a `Posterior` of the model.
+
+        Its `seconds` are the number of draws times the wall time from draw to draw, so without
+        burn-in and compilation.
+        """
         if self._variables is None:
             raise ValueError("There is no draw yet: pass this callback to `model.fit` first.")
         if self._posterior is None:
@@ -78,7 +85,16 @@ class PosteriorSamples(ChainMonitor):
             self._posterior = Posterior(
                 self.model, self._variables, self._draws, self._steps, sizes, self._common
             )
+            self._posterior.seconds = self._seconds()
         return self._posterior
+
+    def _seconds(self):
+        """Wall time of all draws at the pace of those that were timed, or None."""
+        count = len(self._steps)
+        if count < 2 or not self._timed_steps:
+            return None
+        steps = (self._steps[-1] - self._steps[0]) * count / (count - 1)
+        return steps * self._timed_seconds / self._timed_steps
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
@@ -104,6 +120,7 @@ class PosteriorSamples(ChainMonitor):
                 "changed, or layers were frozen or unfrozen. Use a new `PosteriorSamples`."
             )
         self._frozen_checked = False
+        self._clock = None
         self._plan()
         self._coarsening_checked = False
         self._next_draw = self._draw_after(self.step)
@@ -164,6 +181,11 @@ class PosteriorSamples(ChainMonitor):
             self._frozen_checked = True
             self._warn_if_frozen_moved()
         draw = [read_only_copy(variable) for variable in self._variables]
+        now = time.perf_counter()
+        if self._clock is not None:
+            self._timed_seconds += now - self._clock[0]
+            self._timed_steps += self.step - self._clock[1]
+        self._clock = (now, self.step)
         for array, variable in zip(draw, self._variables, strict=True):
             if not np.all(np.isfinite(array)):
                 raise self.error(variable, "is not finite")

@@ -46,23 +46,16 @@ class ChainsPosterior(Posterior):
         warmup_seconds: Wall time of the warm-up, compilation of the transitions excluded.
     """
 
-    def __init__(self, model, variables, draws, steps, count):
-        super().__init__(model, variables, draws, steps)
-        self._count = count
-
-    def _replace(self, draws, steps, weights):
+    def _replace(self, draws, steps, weights, chain_ids):
         common = list(zip(self._others, self._common, strict=True))
-        part = Posterior(self.model, self.variables, draws, steps, weights, common)
+        part = Posterior(self.model, self.variables, draws, steps, weights, common, chain_ids)
         part._functions = self._functions
         return part
 
     @property
     def chains(self):
         """Dict: path of a variable -> its draws by chain, shape (C, n, *shape); a copy."""
-        return {
-            name: values.reshape(self._count, -1, *values.shape[1:])
-            for name, values in self.draws.items()
-        }
+        return {name: self.by_chain(values) for name, values in self.draws.items()}
 
     def r_hat(self):
         """Dict: path of a variable -> R-hat of its elements, the chains split into halves.
@@ -528,7 +521,7 @@ def _run(
         potential.variables,
         zip(*potential.arrays(by_chain), strict=True),
         np.tile(np.arange(1, draws + 1), count),
-        count,
+        chain_ids=np.repeat(np.arange(count), draws),
     )
     posterior.step_size = chains.step_size
     posterior.scale = potential.named(chains.scale.numpy())
