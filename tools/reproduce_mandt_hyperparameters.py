@@ -133,11 +133,6 @@ def em(problem, optimizer, steps):
     return float(np.exp(np.log(values[len(values) // 2 :]).mean())), values
 
 
-def sampled_weights(optimizer):
-    """Number of weights that have gradient noise."""
-    return int(sum(np.sum(optimizer.sampled(i).numpy()) for i in range(1)))
-
-
 class MeanField(keras.layers.Layer):
     """Logits x theta with theta ~ N(m, s^2), and KL(q || p(theta | lambda)) / N at its best lambda.
 
@@ -205,10 +200,13 @@ def reproduce(problem, steps):
         rows.append((label, precision, problem.validation_loss(precision)))
         report(rows[-1], grid[best], seconds)
         if isinstance(optimizer, sg.ConstantSGD):
+            variances = optimizer._covariance[0].numpy()
+            faint = np.mean(variances < 0.01 * variances.mean())
             print(
-                f"    {problem.D - sampled_weights(optimizer)} weights carry no gradient noise and "
-                "do not count; weights whose inputs are rarely on carry little, vary less\n"
-                "    than the posterior says, and make lambda larger than SGFS does."
+                f"    {np.sum(variances == 0)} weights carry no gradient noise (dead inputs) and do "
+                f"not count; {faint:.0%} carry less than a hundredth of\n    the mean: with one "
+                "step for all they vary less than under the posterior, so that |theta|^2 is too "
+                "small and\n    lambda too large"
             )
     begin = time.perf_counter()
     precision = variational(problem, steps)

@@ -158,25 +158,25 @@ class IterateAverages(InGraphCallback):
         def wrapped(data):
             before = tf.convert_to_tensor(self.optimizer.iterations)
             logs = step(data)
-            number = tf.cast(self.optimizer.iterations, "int64")
-            position = number - self.burn_in
-            counts = (number > tf.cast(before, "int64")) & (position > 0)
-            compilation.compiled_if_large(self._add, weights)(counts, position)
-            length = tf.cast(self._length, "int64")
-            complete = counts & (position % length == 0)
-            complete &= tf.convert_to_tensor(self._filled) == length
-            compilation.conditionally(complete, lambda: self._end_window(number))
+            complete = compilation.compiled_if_large(self._add, weights)(before)
+            compilation.conditionally(complete, self._end_window)
             return logs
 
         return wrapped
 
-    def _add(self, counts, position):
-        """Let the iterate enter the mean of its window: m <- m + (theta - m) / k."""
-        begins = (position - 1) % tf.cast(self._length, "int64") == 0
-        filled = tf.convert_to_tensor(self._filled)
+    def _add(self, before):
+        """Let the iterate enter the mean of its window: m <- m + (theta - m) / k.
+
+        Returns whether that completes the window.
+        """
+        number = tf.convert_to_tensor(self.optimizer.iterations)
+        position = number - self.burn_in
+        counts = (number > before) & (position > 0)
+        begins = (position - 1) % self._length == 0
+        filled = tf.cast(tf.convert_to_tensor(self._filled), number.dtype)
         # A window that was entered in the middle, by a chain that goes on, stays empty.
         entered = tf.where(begins, tf.ones_like(filled), tf.where(filled > 0, filled + 1, filled))
-        self._filled.assign(tf.where(counts, entered, filled))
+        self._filled.assign(tf.cast(tf.where(counts, entered, filled), "int64"))
         for mean, variable in zip(self._mean, self._variables, strict=True):
             old, theta = tf.convert_to_tensor(mean), tf.convert_to_tensor(variable)
             share = tf.cast(1, old.dtype) / tf.cast(tf.maximum(entered, 1), old.dtype)
@@ -184,9 +184,11 @@ class IterateAverages(InGraphCallback):
             # Not by the share alone, for what is left of another window may not be finite.
             start = tf.where(begins & counts, theta, old)
             mean.assign(start + share * (theta - start))
+        return counts & (position % self._length == 0) & (entered == self._length)
 
-    def _end_window(self, number):
+    def _end_window(self):
         count = tf.convert_to_tensor(self._count)
+        number = tf.cast(tf.convert_to_tensor(self.optimizer.iterations), "int64")
         slot = tf.one_hot(count % self._slots, self._slots, on_value=True, off_value=False)
         self._ends.assign(tf.where(slot, number, tf.convert_to_tensor(self._ends)))
         for ended, mean in zip(self._ended, self._mean, strict=True):

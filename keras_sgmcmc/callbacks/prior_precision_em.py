@@ -270,6 +270,8 @@ class PriorPrecisionEM(InGraphCallback):
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
         self._first = None
+        # Values may have been changed since the last fit.
+        self._next = 0
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._first is None:
@@ -279,13 +281,14 @@ class PriorPrecisionEM(InGraphCallback):
     def on_train_batch_end(self, batch, logs=None):
         if self._learned is None:
             return
-        self._collect()
+        if current_step(self.optimizer) >= self._next:
+            self._collect()
         if logs is not None:
-            self._log(logs)
+            logs.update(self._logs)
 
     def on_epoch_end(self, epoch, logs=None):
         if self._learned is not None and logs is not None:
-            self._log(logs)
+            logs.update(self._logs)
 
     def on_train_end(self, logs=None):
         super().on_train_end(logs)
@@ -295,8 +298,6 @@ class PriorPrecisionEM(InGraphCallback):
     def _collect(self):
         """Fetch the updates that were made."""
         updates = max(0, current_step(self.optimizer) - self.start) // self.every
-        if updates <= self._updates:
-            return
         slots = [number % self._slots for number in range(self._updates, updates)]
         numbers = range(self._updates + 1, updates + 1)
         self._steps += [self.start + self.every * number for number in numbers]
@@ -306,10 +307,14 @@ class PriorPrecisionEM(InGraphCallback):
             if learned.held and learned.name not in self._reported:
                 self._reported.add(learned.name)
                 warnings.warn(f"{learned.held}. {_BOUND_REMEDY}", stacklevel=3)
+        self._look()
 
-    def _log(self, logs):
+    def _look(self):
+        """Note what the logs are to show until the next update."""
+        self._next = self.start + self.every * (self._updates + 1)
+        self._logs = {}
         for learned in self._learned:
-            logs.update(learned.logs())
+            self._logs.update(learned.logs())
 
     def _warn_of_travel(self):
         """Warn if a precision has not come to rest."""
