@@ -201,12 +201,12 @@ def reproduce(problem, steps):
         report(rows[-1], grid[best], seconds)
         if isinstance(optimizer, sg.ConstantSGD):
             variances = optimizer._covariance[0].numpy()
-            faint = np.mean(variances < 0.01 * variances.mean())
+            dead, faint = np.sum(variances == 0), np.mean(variances < 0.01 * variances.mean())
             print(
-                f"    {np.sum(variances == 0)} weights carry no gradient noise (dead inputs) and do "
-                f"not count; {faint:.0%} carry less than a hundredth of\n    the mean: with one "
-                "step for all they vary less than under the posterior, so that |theta|^2 is too "
-                "small and\n    lambda too large"
+                f"    {dead} weights carry no gradient noise (dead inputs) and do not count; "
+                f"{faint:.0%} carry less than a hundredth\n    of the mean: under one step for all "
+                "they vary less than under the posterior, which makes |theta|^2 small and\n"
+                "    lambda large"
             )
     begin = time.perf_counter()
     precision = variational(problem, steps)
