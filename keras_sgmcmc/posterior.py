@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import pathlib
 import re
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from keras_sgmcmc import metrics, predictive
+from keras_sgmcmc import metrics, predictive, storage
 from keras_sgmcmc.diagnostics import tables
 from keras_sgmcmc.likelihoods import Bernoulli, Categorical, compiled_likelihoods
 from keras_sgmcmc.validation import positive_integer, real_number
@@ -47,7 +48,8 @@ class Posterior:
         variables: The Keras variables of the model that each draw holds values for: the sampled
             ones and the state that goes with them, e.g. moving statistics.
         draws: One list of arrays for each draw, aligned with `variables`. They are copied, unless
-            they own their memory and are read-only already.
+            they own their memory and are read-only already, or lie on disk (`load`), where they are
+            read whenever they are used.
         steps: The optimizer step (`optimizer.iterations`) of each draw.
         weights: Non-negative weight of each draw, of any scale, e.g. its step size. Defaults to
             None, all alike.
@@ -96,6 +98,8 @@ class Posterior:
         self._functions = {}
 
     def _arrays(self, index, draw):
+        if isinstance(draw, storage.StoredDraw):
+            return draw
         draw = list(draw)
         if len(draw) != len(self.variables):
             raise ValueError(
@@ -217,7 +221,9 @@ class Posterior:
 
     def weights(self, index):
         """Draw `index` as a list of arrays in the order of `model.set_weights`."""
-        values = zip(self.variables + self._others, self._draws[index] + self._common, strict=True)
+        values = zip(
+            self.variables + self._others, [*self._draws[index], *self._common], strict=True
+        )
         values = {id(v): value for v, value in values}
         return [values[id(v)].copy() for v in self.model.weights]
 
@@ -234,14 +240,67 @@ class Posterior:
         return result
 
     def _named_variables(self):
-        result = {}
-        for v in self.variables:
-            name, count = v.path, 0
-            while name in result:
-                count += 1
-                name = f"{v.path}_{count}"
-            result[name] = v
-        return result
+        return named(self.variables)
+
+    @classmethod
+    def load(cls, directory, model=None, verify=False):
+        """The draws in a directory of `PosteriorSamples(directory=...)`, or of `save`.
+
+        They stay on disk and are read one by one when they are used, so that predicting holds one
+        at a time. Draws that are damaged or missing are left out, with a warning. Chains are in the
+        order of their numbers, their draws in that of their steps.
+
+        Args:
+            directory: What was given there; or the directory of one chain in it.
+            model: The model, built and compiled. Defaults to None: made anew from the manifest.
+            verify: Whether to read everything now and compare check sums, rather than when a draw
+                is used, which then raises `StorageError`. Defaults to False.
+
+        Raises:
+            OSError: If there is nothing to read there (`keras_sgmcmc.storage.StorageError`).
+            ValueError: If the draws are of another model, or it can't be made.
+        """
+        chains = []
+        for path in storage.chain_directories(directory):
+            manifest = storage.read_manifest(path)
+            if model is None:
+                model = storage.model_of(path, manifest)
+            variables, others = storage.variables_of(model, manifest)
+            values = storage.read_common(path, manifest)
+            draws = storage.find_draws(path, manifest, verify)
+            weights = None
+            if manifest["sampling"].get("step_weights"):
+                weights = [draw.weight for draw in draws]
+            names = [entry["name"] for entry in manifest["common"]]
+            common = [(v, values[name]) for v, name in zip(others, names, strict=True)]
+            chain = cls(model, variables, draws, [draw.step for draw in draws], weights, common)
+            chain.seconds = manifest["seconds"]
+            chains.append(chain)
+        return chains[0] if len(chains) == 1 else cls.concatenate(chains)
+
+    def save(self, directory):
+        """Write all draws to a new directory, as `load` and `PosteriorSamples` have them.
+
+        One safetensors file for each draw and a manifest for each chain; see
+        `keras_sgmcmc.storage`.
+
+        Raises:
+            OSError: If the directory holds draws already, or can't be written to.
+        """
+        sampling = {"step_weights": self._weights is not None}
+        others = named(self._others)
+        manifest = storage.manifest_of(self.model, self._named_variables(), others, sampling)
+        common = dict(zip(others, self._common, strict=True))
+        for chain in np.unique(self.chain_ids):
+            store = storage.ChainStore(
+                pathlib.Path(directory) / f"chain-{chain}", manifest, new=True
+            )
+            store.open(0, common)
+            for i in np.flatnonzero(self.chain_ids == chain):
+                weight = 1.0 if self._weights is None else float(self._weights[i])
+                store.append(int(self.steps[i]), list(self._draws[i]), weight)
+            alone = self.seconds is not None and len(np.unique(self.chain_ids)) == 1
+            store.write_manifest(self.seconds if alone else None)
 
     def by_chain(self, values):
         """Values of all draws, shape (S, ...), chain by chain: shape (C, n, ...).
@@ -584,3 +643,15 @@ def _read_only(variable, value):
         array = np.array(array, dtype=dtype)
         array.setflags(write=False)
     return array
+
+
+def named(variables):
+    """dict of name to variable: paths, with a suffix for those that several share."""
+    result = {}
+    for v in variables:
+        name, count = v.path, 0
+        while name in result:
+            count += 1
+            name = f"{v.path}_{count}"
+        result[name] = v
+    return result

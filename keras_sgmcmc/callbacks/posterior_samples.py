@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 import time
 import warnings
 
@@ -9,9 +10,10 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_sgmcmc import storage
 from keras_sgmcmc.callbacks.chain_monitor import ChainMonitor, DivergenceError, same_variables
 from keras_sgmcmc.optimizers.base import Sampler
-from keras_sgmcmc.posterior import Posterior
+from keras_sgmcmc.posterior import Posterior, named
 from keras_sgmcmc.validation import positive_integer
 
 _logger = logging.getLogger("keras_sgmcmc")
@@ -40,6 +42,11 @@ class PosteriorSamples(ChainMonitor):
         max_samples: Largest number of draws to hold, or None. The interval is made a multiple of
             `thinning` so that at most so many fit into the run, evenly spaced; should training go
             on after that, every second draw is dropped and the interval doubled.
+        directory: Where to write every draw as soon as it is taken, so that memory stays as it is
+            and a killed process loses none: see `keras_sgmcmc.storage`, `Posterior.load`. Chains of
+            other seeds may share it. A chain that goes on from a checkpoint finds its draws there,
+            and moves aside those after the checkpoint's step, which it makes again. Defaults to
+            None: in memory.
         step_weights: Whether draws are weighted by the step size, as averages under a decreasing
             step have to be (Welling & Teh 2011, eq. 11; Teh et al. 2016): without, they lean to the
             late draws, which are many where the chain is slow. Defaults to False.
@@ -48,6 +55,8 @@ class PosteriorSamples(ChainMonitor):
         ValueError: If an argument is out of range; at the first batch, if no draw can come, or if
             the draws so far are of other variables; whatever `ChainMonitor` refuses.
         DivergenceError: In training, if the chain diverges.
+        OSError: If `directory` can't be written to, or holds another chain of the same seed
+            (`keras_sgmcmc.storage.StorageError`).
 
     Example:
 
@@ -56,18 +65,24 @@ class PosteriorSamples(ChainMonitor):
     >>> probabilities = samples.posterior.predict(x_test)
     """
 
-    def __init__(self, burn_in, thinning=1, max_samples=None, step_weights=False):
+    def __init__(self, burn_in, thinning=1, max_samples=None, directory=None, step_weights=False):
         super().__init__()
         self.burn_in = positive_integer("burn_in", burn_in, minimum=0)
         self.thinning = positive_integer("thinning", thinning)
         self.max_samples = None
         if max_samples is not None:
             self.max_samples = positive_integer("max_samples", max_samples)
+        if directory is not None and max_samples is not None:
+            raise ValueError(
+                "`max_samples` bounds the draws in memory, and with a `directory` none are there. "
+                f"Raise `thinning` for fewer. Received: max_samples={max_samples}"
+            )
+        self.directory = None if directory is None else os.fspath(directory)
         self.step_weights = bool(step_weights)
         self._interval = self.thinning
         self._variables = None
         self._draws, self._steps, self._sizes = [], [], []
-        self._posterior = None
+        self._posterior = self._store = None
         # Of the intervals between draws of one fit: neither burn-in nor compilation is among them.
         self._clock, self._timed_seconds, self._timed_steps = None, 0.0, 0
 
@@ -119,11 +134,27 @@ class PosteriorSamples(ChainMonitor):
                 "The sampled variables are not those of the draws taken before: the model was "
                 "changed, or layers were frozen or unfrozen. Use a new `PosteriorSamples`."
             )
+        if self.directory is not None:
+            self._open_store()
         self._frozen_checked = False
         self._clock = None
         self._plan()
         self._coarsening_checked = False
         self._next_draw = self._draw_after(self.step)
+
+    def _open_store(self):
+        others = named([v for v, _ in self._common])
+        sampling = {name: getattr(self, name) for name in ("burn_in", "thinning", "step_weights")}
+        variables = named(self._variables)
+        manifest = storage.manifest_of(self.model, variables, others, sampling)
+        path = storage.chain_directory(self.directory, self.optimizer)
+        self._store = storage.ChainStore(path, manifest)
+        values = [value for _, value in self._common]
+        self._store.open(self.step, dict(zip(others, values, strict=True)))
+        self._draws = list(self._store.draws)
+        self._steps = [draw.step for draw in self._draws]
+        self._sizes = [draw.weight for draw in self._draws]
+        self._posterior = None
 
     def _plan(self):
         """Choose the interval and announce, or refuse, what is to come."""
@@ -151,7 +182,8 @@ class PosteriorSamples(ChainMonitor):
             if last is not None:
                 count = len(self._draws) + self._draws_until(last)
                 count = min(count, self.max_samples or count)
-            message += f", at most {count} draws ({_readable(count * size)}) in memory"
+            place = "in memory" if self.directory is None else f"in {self.directory}"
+            message += f", at most {count} draws ({_readable(count * size)}) {place}"
         if self.params.get("verbose") and keras.config.is_interactive_logging_enabled():
             print(message)
         else:
@@ -194,10 +226,13 @@ class PosteriorSamples(ChainMonitor):
             self._keep([index % 2 == 1 for index in range(len(self._draws))])
             if (self.step - self.burn_in) % self._interval >= self._interval // 2:
                 return
+        rate = self.optimizer.learning_rate if self.step_weights else 1.0
+        weight = float(ops.convert_to_numpy(rate))
+        if self._store is not None:
+            draw = self._store.append(self.step, draw, weight)
         self._draws.append(draw)
         self._steps.append(self.step)
-        rate = self.optimizer.learning_rate if self.step_weights else 1.0
-        self._sizes.append(float(ops.convert_to_numpy(rate)))
+        self._sizes.append(weight)
         self._posterior = None
 
     def _keep(self, wanted):
@@ -212,6 +247,8 @@ class PosteriorSamples(ChainMonitor):
         except DivergenceError:
             if self._growing_since < self._judged:
                 self._keep([step <= self._growing_since for step in self._steps])
+                if self._store is not None:
+                    self._store.take_back(self._growing_since)
             raise
 
     def on_train_batch_end(self, batch, logs=None):
@@ -226,6 +263,8 @@ class PosteriorSamples(ChainMonitor):
     def on_epoch_end(self, epoch, logs=None):
         super().on_epoch_end(epoch, logs)
         self._log(logs)
+        if self._store is not None:
+            self._store.write_manifest(self._seconds())
 
     def _log(self, logs):
         if logs is not None and self.begun:
@@ -251,6 +290,7 @@ class PosteriorSamples(ChainMonitor):
             "burn_in": self.burn_in,
             "thinning": self.thinning,
             "max_samples": self.max_samples,
+            "directory": self.directory,
             "step_weights": self.step_weights,
         }
 
