@@ -240,7 +240,7 @@ class Posterior:
         return result
 
     def _named_variables(self):
-        return named(self.variables)
+        return storage.named(self.variables)
 
     @classmethod
     def load(cls, directory, model=None, verify=False):
@@ -288,7 +288,7 @@ class Posterior:
             OSError: If the directory holds draws already, or can't be written to.
         """
         sampling = {"step_weights": self._weights is not None}
-        others = named(self._others)
+        others = storage.named(self._others)
         manifest = storage.manifest_of(self.model, self._named_variables(), others, sampling)
         common = dict(zip(others, self._common, strict=True))
         for chain in np.unique(self.chain_ids):
@@ -643,15 +643,3 @@ def _read_only(variable, value):
         array = np.array(array, dtype=dtype)
         array.setflags(write=False)
     return array
-
-
-def named(variables):
-    """dict of name to variable: paths, with a suffix for those that several share."""
-    result = {}
-    for v in variables:
-        name, count = v.path, 0
-        while name in result:
-            count += 1
-            name = f"{v.path}_{count}"
-        result[name] = v
-    return result

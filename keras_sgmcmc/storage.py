@@ -155,7 +155,7 @@ class ChainStore:
 
         differs = shapes(before) != shapes(self.manifest)
         # A chain that goes on may have another step size; one that begins has to be the same.
-        if step == 0 and before["optimizer"] != self.manifest["optimizer"]:
+        if step == 0 and _options(before) != _options(self.manifest):
             differs = True
         if differs:
             raise StorageError(
@@ -210,6 +210,37 @@ class ChainStore:
         part = self.directory / (_MANIFEST + ".part")
         part.write_text(text)
         os.replace(part, self.directory / _MANIFEST)
+
+
+def named(variables):
+    """dict of name to variable: paths, with a suffix for those that several share."""
+    result = {}
+    for v in variables:
+        name, count = v.path, 0
+        while name in result:
+            count += 1
+            name = f"{v.path}_{count}"
+        result[name] = v
+    return result
+
+
+def open_chain(directory, model, optimizer, variables, common, sampling, step):
+    """The `ChainStore` of an optimizer's chain, opened at `step`.
+
+    Args:
+        directory: The directory of all chains; seeds tell them apart.
+        model, optimizer: What is trained.
+        variables: The drawn variables.
+        common: Pairs (variable, value) of the others.
+        sampling: How the draws are taken, a dict.
+        step: The optimizer's step.
+    """
+    others = named([variable for variable, _ in common])
+    manifest = manifest_of(model, named(variables), others, sampling)
+    path = pathlib.Path(directory) / f"chain-{getattr(optimizer, 'seed', 0)}"
+    store = ChainStore(path, manifest)
+    store.open(step, dict(zip(others, [value for _, value in common], strict=True)))
+    return store
 
 
 def manifest_of(model, variables, others, sampling):
@@ -306,11 +337,6 @@ def model_of(directory, manifest):
     return model
 
 
-def chain_directory(directory, optimizer):
-    """The directory of the chain of an optimizer: seeds tell chains apart."""
-    return pathlib.Path(directory) / f"chain-{getattr(optimizer, 'seed', 0)}"
-
-
 def chain_directories(directory):
     """The directories of chains in a directory, by their number; or itself, if it is one.
 
@@ -394,6 +420,13 @@ def find_draws(directory, manifest, verify=False):
                 stacklevel=3,
             )
     return draws
+
+
+def _options(manifest):
+    """What makes a sampler what it is; its name is numbered."""
+    optimizer = manifest["optimizer"] or {"config": {}}
+    config = {key: value for key, value in optimizer["config"].items() if key != "name"}
+    return optimizer.get("class_name"), json.loads(json.dumps(config))
 
 
 def _checksum(arrays):

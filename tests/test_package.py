@@ -34,6 +34,7 @@ def test_public_names_exist():
     assert set(sg.__all__) == PUBLIC
     assert all(hasattr(sg, name) for name in PUBLIC)
     assert set(sg.callbacks.__all__) == {
+        "BackupAndRestore",
         "ChainMonitor",
         "GradientNoise",
         "InGraphCallback",
@@ -57,6 +58,7 @@ def test_every_public_class_has_a_docstring_and_is_registered_under_the_package(
         sg.schedules.PowerDecay,
         sg.schedules.BlockDecay,
         sg.schedules.Cyclical,
+        sg.callbacks.BackupAndRestore,
         sg.callbacks.ChainMonitor,
         sg.callbacks.GradientNoise,
         sg.callbacks.IterateAverages,

@@ -1,3 +1,4 @@
+from keras_sgmcmc.callbacks.backup_and_restore import BackupAndRestore
 from keras_sgmcmc.callbacks.chain_monitor import ChainMonitor
 from keras_sgmcmc.callbacks.gradient_noise import GradientNoise
 from keras_sgmcmc.callbacks.in_graph_callback import InGraphCallback
@@ -7,6 +8,7 @@ from keras_sgmcmc.callbacks.prior_precision_em import PriorPrecisionEM
 from keras_sgmcmc.callbacks.step_size_annealing import StepSizeAnnealing
 
 __all__ = [
+    "BackupAndRestore",
     "ChainMonitor",
     "GradientNoise",
     "InGraphCallback",

@@ -224,6 +224,8 @@ class GradientNoise(InGraphCallback):
         self._errors = statistic((len(variables),), "closed_form_errors")
         self._verified = statistic((), "verified")
         self._awaiting_verification, self._reported = True, False
+        averages = [self._average.examples, *self._average.entries]
+        self.keep("gradient_noise", [*averages, self._square_gradient, self._log_moments])
 
     def wrap(self, step):
         def wrapped(data):

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from keras_sgmcmc import fit_run
 from keras_sgmcmc.callbacks.step_callback import base_optimizer
+from keras_sgmcmc.optimizers.base import Sampler
 
 
 class InGraphCallback(keras.callbacks.Callback):
@@ -86,6 +87,15 @@ class InGraphCallback(keras.callbacks.Callback):
         batches = tf.convert_to_tensor(self.optimizer._iterations) + 1
         accumulated = self.optimizer.gradient_accumulation_steps or 1
         return batches // accumulated, batches % accumulated == 0
+
+    def keep(self, name, variables):
+        """Save variables of `create_state` with a sampler's state, and restore what it brought.
+
+        Keras' own optimizers have no place for them: with these a chain that goes on begins anew.
+        """
+        if isinstance(self.optimizer, Sampler):
+            for position, variable in enumerate(variables):
+                self.optimizer.keep(f"{name}.{position}", variable)
 
     def retrace(self):
         """Ask for `wrap` to be called, and the step to be traced, anew at the next batch."""

@@ -2,13 +2,14 @@
 
 import logging
 import math
+import os
 import warnings
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sgmcmc import compilation, stability
+from keras_sgmcmc import compilation, stability, storage
 from keras_sgmcmc.callbacks.chain_monitor import DivergenceError, same_variables
 from keras_sgmcmc.callbacks.in_graph_callback import InGraphCallback
 from keras_sgmcmc.callbacks.posterior_samples import read_only_copy
@@ -54,6 +55,8 @@ class IterateAverages(InGraphCallback):
         window: Steps in a mean. Defaults to None: N / S.
         max_samples: Largest number of draws to hold. Once it is reached every second one is
             dropped, and of the windows to come too. Defaults to None.
+        directory: Where to write every draw as soon as its window ends; as for `PosteriorSamples`.
+            Defaults to None: in memory.
 
     Raises:
         ValueError: If an argument is out of range; at the first batch, if `window` is None and N or
@@ -74,13 +77,20 @@ class IterateAverages(InGraphCallback):
     Bayesian inference", JMLR 18, 2017, section 5.
     """
 
-    def __init__(self, burn_in, window=None, max_samples=None):
+    def __init__(self, burn_in, window=None, max_samples=None, directory=None):
         super().__init__()
         self.burn_in = positive_integer("burn_in", burn_in, minimum=0)
         self.window = None if window is None else positive_integer("window", window)
         self.max_samples = None
         if max_samples is not None:
             self.max_samples = positive_integer("max_samples", max_samples, minimum=2)
+        if directory is not None and max_samples is not None:
+            raise ValueError(
+                "`max_samples` bounds the draws in memory, and with a `directory` none are there. "
+                f"Received: max_samples={max_samples}"
+            )
+        self.directory = None if directory is None else os.fspath(directory)
+        self._store = None
         self._draws, self._steps = [], []
         self._variables = self._posterior = self._length = None
         self._stride, self._seen = 1, 0
@@ -135,6 +145,7 @@ class IterateAverages(InGraphCallback):
         self._count = statistic((), "windows", "int64")
         self._filled = statistic((), "iterates_in_window", "int64")
         self._seen = 0
+        self.keep("iterate_averages", [self._filled, *self._mean])
 
     def _window_length(self):
         if self.window is not None:
@@ -200,6 +211,21 @@ class IterateAverages(InGraphCallback):
 
     # Around the step.
 
+    def _open_store(self, step):
+        sampling = {"burn_in": self.burn_in, "window": self._length}
+        self._store = storage.open_chain(
+            self.directory,
+            self.model,
+            self.optimizer,
+            self._variables,
+            self._common,
+            sampling,
+            step,
+        )
+        self._draws = list(self._store.draws)
+        self._steps = [draw.step for draw in self._draws]
+        self._posterior = None
+
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
         self._begun, self._next, self._first = False, 0, None
@@ -214,6 +240,8 @@ class IterateAverages(InGraphCallback):
         step = current_step(self.optimizer)
         if not self._begun:
             self._begun = True
+            if self.directory is not None:
+                self._open_store(self._first)
             self._announce()
         if step >= self._next:
             self._collect()
@@ -225,6 +253,8 @@ class IterateAverages(InGraphCallback):
     def on_epoch_end(self, epoch, logs=None):
         if self._length is not None:
             self._collect()
+            if self._store is not None:
+                self._store.write_manifest()
             if logs is not None:
                 self._log(logs, current_step(self.optimizer))
 
@@ -271,6 +301,8 @@ class IterateAverages(InGraphCallback):
                     )
             self._seen = number + 1
             if number % self._stride == 0:
+                if self._store is not None:
+                    draw = self._store.append(int(ends[slot]), draw, 1.0)
                 self._draws.append(draw)
                 self._steps.append(int(ends[slot]))
             if self.max_samples is not None and len(self._draws) > self.max_samples:
@@ -286,9 +318,9 @@ class IterateAverages(InGraphCallback):
         if source is None or size > _LARGEST_HESSIAN or compilation.replicas() > 1:
             return
         if isinstance(self.optimizer, Sampler):
-            rates = [self.optimizer.step_size(i) for i in range(len(self._variables))]
             if self.optimizer.uses_batch_noise and self.optimizer.noise_structure != "diagonal":
                 return
+            rates = [self.optimizer.step_size(i) for i in range(len(self._variables))]
         elif type(self.optimizer) is keras.optimizers.SGD:
             rate = float(self.optimizer.learning_rate) / (1 - self.optimizer.momentum)
             rates = [rate] * len(self._variables)
@@ -343,6 +375,7 @@ class IterateAverages(InGraphCallback):
             "burn_in": self.burn_in,
             "window": self.window,
             "max_samples": self.max_samples,
+            "directory": self.directory,
         }
 
     @classmethod

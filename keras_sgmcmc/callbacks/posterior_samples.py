@@ -13,7 +13,7 @@ from keras import ops
 from keras_sgmcmc import storage
 from keras_sgmcmc.callbacks.chain_monitor import ChainMonitor, DivergenceError, same_variables
 from keras_sgmcmc.optimizers.base import Sampler
-from keras_sgmcmc.posterior import Posterior, named
+from keras_sgmcmc.posterior import Posterior
 from keras_sgmcmc.validation import positive_integer
 
 _logger = logging.getLogger("keras_sgmcmc")
@@ -143,14 +143,16 @@ class PosteriorSamples(ChainMonitor):
         self._next_draw = self._draw_after(self.step)
 
     def _open_store(self):
-        others = named([v for v, _ in self._common])
-        sampling = {name: getattr(self, name) for name in ("burn_in", "thinning", "step_weights")}
-        variables = named(self._variables)
-        manifest = storage.manifest_of(self.model, variables, others, sampling)
-        path = storage.chain_directory(self.directory, self.optimizer)
-        self._store = storage.ChainStore(path, manifest)
-        values = [value for _, value in self._common]
-        self._store.open(self.step, dict(zip(others, values, strict=True)))
+        names = ("burn_in", "thinning", "step_weights")
+        self._store = storage.open_chain(
+            self.directory,
+            self.model,
+            self.optimizer,
+            self._variables,
+            self._common,
+            {name: getattr(self, name) for name in names},
+            self.step,
+        )
         self._draws = list(self._store.draws)
         self._steps = [draw.step for draw in self._draws]
         self._sizes = [draw.weight for draw in self._draws]

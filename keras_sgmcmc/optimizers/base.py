@@ -373,13 +373,15 @@ class Sampler(keras.optimizers.Optimizer):
     def _restore_kept(self):
         for name in self._kept.keys() & self._unclaimed.keys():
             value, variable = self._unclaimed.pop(name), self._kept[name]
-            if tuple(value.shape) != tuple(variable.shape):
-                raise ValueError(
+            if tuple(value.shape) == tuple(variable.shape):
+                variable.assign(value)
+            else:
+                warnings.warn(
                     f"The saved `{name}` is of shape {tuple(value.shape)}, and this one of "
-                    f"{tuple(variable.shape)}. Use the callbacks and the loss of the saved run, "
-                    "with the same arguments."
+                    f"{tuple(variable.shape)}: it is not restored, and begins anew. To go on, use "
+                    "the callbacks and the loss of the saved run, with the same arguments.",
+                    stacklevel=3,
                 )
-            variable.assign(value)
 
     def noise_ratio(self, variances, rows):
         """tr(H C H / S) / tr(2 T H / N): noise of the batches against the noise wanted.
