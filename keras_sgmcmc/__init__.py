@@ -11,6 +11,7 @@ from keras_sgmcmc import (
     theory,
 )
 from keras_sgmcmc.callbacks.chain_monitor import DivergenceError
+from keras_sgmcmc.chains import sample_chains
 from keras_sgmcmc.data import minibatches
 from keras_sgmcmc.losses import GaussianNegativeLogLikelihood, NegativeLogLikelihood
 from keras_sgmcmc.optimizers import SGFS, SGLD, ConstantSGD, pSGLD
@@ -37,6 +38,7 @@ __all__ = [
     "pSGLD",
     "per_example",
     "reference",
+    "sample_chains",
     "schedules",
     "theory",
 ]

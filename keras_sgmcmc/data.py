@@ -178,6 +178,18 @@ class Minibatches(tf.data.Dataset):
             )[:, : self.batch_size]
             return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), self._tensors)
 
+    def reseeded(self, seed):
+        """The same data from its first batch on, drawn by another seed."""
+        return Minibatches(
+            self._tensors,
+            train_size=self.train_size,
+            batch_size=self.batch_size,
+            seed=positive_integer("seed", seed, minimum=0),
+            steps=self.steps,
+            position=0,
+            fuse=self.fuse,
+        )
+
     @property
     def position(self):
         return int(self._position.numpy())

@@ -25,6 +25,7 @@ PUBLIC = {
     "optimizers",
     "per_example",
     "reference",
+    "sample_chains",
     "schedules",
     "theory",
 }

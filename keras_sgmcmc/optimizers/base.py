@@ -424,6 +424,12 @@ class Sampler(keras.optimizers.Optimizer):
         """The integer that keys the noise, together with the step and the variable."""
         return int(self._seed.numpy())
 
+    def reseed(self, seed):
+        """Give the noise another seed, an integer in [0, 2^32): another chain."""
+        self._configured_seed = random.as_seed(seed)
+        self._seed_is_free = False
+        self._seed.assign(np.uint32(self._configured_seed))
+
     @property
     def prior_precision(self):
         """Current precisions of a Gaussian prior: dict of group name to scalar variable.
