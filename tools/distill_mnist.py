@@ -100,7 +100,7 @@ def main():
     parser.add_argument("--burn-in", type=int, default=10, help="epochs of them")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="of pSGLD")
     parser.add_argument("--precision", type=float, default=1.0, help="of the prior")
-    parser.add_argument("--draws", type=int, default=50)
+    parser.add_argument("--draws", type=int, default=60)
     parser.add_argument("--copies", type=int, default=1, help="shifted copies of the images")
     parser.add_argument("--student-epochs", type=int, default=10)
     arguments = parser.parse_args()
