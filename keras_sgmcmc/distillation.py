@@ -87,8 +87,7 @@ def distill(
     ```
 
     References:
-        - A. Korattikara, V. Rathod, K. Murphy, M. Welling, "Bayesian dark knowledge", NIPS 2015,
-          section 2.2.
+        - A. Korattikara, V. Rathod, K. Murphy, M. Welling, "Bayesian dark knowledge", NIPS 2015.
         - C. Li, C. Chen, D. Carlson, L. Carin, "Preconditioned stochastic gradient Langevin
           dynamics for deep neural networks", AAAI 2016, which distils its draws so.
     """
