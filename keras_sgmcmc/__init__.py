@@ -13,6 +13,7 @@ from keras_sgmcmc import (
 from keras_sgmcmc.callbacks.chain_monitor import DivergenceError
 from keras_sgmcmc.chains import sample_chains
 from keras_sgmcmc.data import minibatches
+from keras_sgmcmc.distillation import distill
 from keras_sgmcmc.losses import GaussianNegativeLogLikelihood, NegativeLogLikelihood
 from keras_sgmcmc.optimizers import SGFS, SGLD, ConstantSGD, pSGLD
 from keras_sgmcmc.posterior import Posterior
@@ -32,6 +33,7 @@ __all__ = [
     "Posterior",
     "callbacks",
     "diagnostics",
+    "distill",
     "metrics",
     "minibatches",
     "optimizers",

@@ -1,18 +1,29 @@
-"""How good predicted class probabilities are: functions of arrays.
+"""How good predicted class probabilities are: functions of arrays, and Keras metrics.
 
-`Posterior.predictive_quality` gives them all for a Posterior. Probabilities have the classes along
-the last axis, [..., K]; of shape [n] or [..., 1] they are those of class 1 of two. Targets are
-classes 0, ..., K - 1 of shape [...] or [..., 1], or one-hot of shape [..., K].
+Probabilities have the classes along the last axis, [..., K]; of shape [n] or [..., 1] they are
+those of class 1 of two. Targets are classes 0, ..., K - 1 of shape [...] or [..., 1], or one-hot of
+shape [..., K].
 
     p = posterior.predict(x)
     metrics.expected_calibration_error(p, y)
     each = posterior.predict(x, reduce=None)
     metrics.mutual_information(each, weights=posterior.draw_weights)
+
+`Posterior.predictive_quality` gives them all for a Posterior. The classes are for
+`compile(metrics=[...])`, so for `fit`, `model.evaluate` and `Posterior.evaluate`:
+
+    model.compile(..., metrics=[metrics.BrierScore(), metrics.ExpectedCalibrationError()])
+
+Keras has the negative log-likelihood as its crossentropy metrics, and the mutual information needs
+the draws one by one.
 """
 
+import keras
 import numpy as np
 import scipy.special
+from keras import ops
 
+from keras_sgmcmc.likelihoods import _are_probabilities
 from keras_sgmcmc.validation import positive_integer
 
 
@@ -136,6 +147,159 @@ def mutual_information(probabilities, *, weights=None):
         )
     total = predictive_entropy(np.average(p, axis=0, weights=weights))
     return total - np.average(predictive_entropy(p), axis=0, weights=weights)
+
+
+class _ClassMetric(keras.metrics.MeanMetricWrapper):
+    """Mean over the predictions of a function of (y_true, y_pred, from_logits)."""
+
+    def __init__(self, function, from_logits, name, dtype):
+        super().__init__(function, name=name, dtype=dtype, from_logits=bool(from_logits))
+        self.from_logits = bool(from_logits)
+
+    def get_config(self):
+        return {"name": self.name, "dtype": self.dtype, "from_logits": self.from_logits}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**config)
+
+
+@keras.saving.register_keras_serializable(package="keras_sgmcmc")
+class BrierScore(_ClassMetric):
+    """Weighted mean of sum_k (p_ik - [y_i = k])^2, as `brier_score`, over the batches of a run.
+
+    Args:
+        from_logits: Whether the model's outputs are logits, which go through a softmax, or a
+            sigmoid where there is one. Defaults to False.
+        name: Name of the metric.
+        dtype: Dtype of the computation. Defaults to None, `keras.config.floatx()`.
+
+    Raises:
+        ValueError: If the shapes of targets and outputs do not fit.
+
+    Example:
+
+    ```python
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(loss=loss, metrics=[keras_sgmcmc.metrics.BrierScore(from_logits=True)])
+    model.evaluate(np.zeros((8, 4)), np.zeros(8), verbose=0)
+    ```
+    """
+
+    def __init__(self, from_logits=False, name="brier_score", dtype=None):
+        super().__init__(_brier_scores, from_logits, name, dtype)
+        self._direction = "down"
+
+
+@keras.saving.register_keras_serializable(package="keras_sgmcmc")
+class PredictiveEntropy(_ClassMetric):
+    """Weighted mean of -sum_k p_ik log p_ik, in nats, as `predictive_entropy`. Reads no targets.
+
+    Args, Raises: As `BrierScore`.
+    """
+
+    def __init__(self, from_logits=False, name="predictive_entropy", dtype=None):
+        super().__init__(_entropies, from_logits, name, dtype)
+
+
+@keras.saving.register_keras_serializable(package="keras_sgmcmc")
+class ExpectedCalibrationError(keras.metrics.Metric):
+    """How far confidence and accuracy differ on average, over the batches of a run.
+
+        ECE = sum_b |sum_{i in b} w_i (correct_i - confidence_i)| / sum_i w_i
+
+    over bins b of the confidence, as `expected_calibration_error`. The sums of the bins are kept,
+    so that the result does not depend on how the rows are batched.
+
+    Args:
+        bins: Number of bins. Defaults to `15`.
+        from_logits, name, dtype: As `BrierScore`.
+
+    Raises:
+        ValueError: If `bins` is out of range, the shapes of targets and outputs do not fit, or the
+            outputs carry a mask; give weights of 0 instead.
+    """
+
+    def __init__(self, bins=15, from_logits=False, name="expected_calibration_error", dtype=None):
+        super().__init__(name=name, dtype=dtype)
+        self.bins = positive_integer("bins", bins)
+        self.from_logits = bool(from_logits)
+        self.gaps = self.add_variable((self.bins,), initializer="zeros", name="gaps")
+        self.total = self.add_variable((), initializer="zeros", name="total")
+        self._direction = "down"
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        if getattr(y_pred, "_keras_mask", None) is not None:
+            raise ValueError(
+                "The outputs carry a mask (from Masking or mask_zero=True), which "
+                f"`{self.name}` does not apply. Give those positions a `sample_weight` of 0 and "
+                "make the last layers drop the mask."
+            )
+        p, target = _tensors(y_true, y_pred, self.from_logits)
+        p, target = ops.cast(p, self.dtype), ops.cast(target, self.dtype)
+        confidence = ops.max(p, axis=-1)
+        likeliest = ops.one_hot(ops.argmax(p, axis=-1), p.shape[-1], dtype=self.dtype)
+        correct = ops.sum(likeliest * target, axis=-1)
+        weights = ops.ones_like(confidence)
+        if sample_weight is not None:
+            given = ops.convert_to_tensor(sample_weight, self.dtype)
+            if len(given.shape) == len(weights.shape) + 1 and given.shape[-1] == 1:
+                given = ops.squeeze(given, axis=-1)
+            while len(given.shape) < len(weights.shape):
+                given = ops.expand_dims(given, axis=-1)
+            weights = weights * given
+        index = ops.cast(ops.floor(confidence * self.bins), "int32")
+        index = ops.clip(index, 0, self.bins - 1)
+        gaps = ops.reshape(weights * (correct - confidence), (-1,))
+        self.gaps.assign_add(ops.segment_sum(gaps, ops.reshape(index, (-1,)), self.bins))
+        self.total.assign_add(ops.sum(weights))
+
+    def result(self):
+        return ops.divide_no_nan(ops.sum(ops.abs(self.gaps)), self.total)
+
+    def get_config(self):
+        config = {"name": self.name, "dtype": self.dtype}
+        return {**config, "bins": self.bins, "from_logits": self.from_logits}
+
+
+def _brier_scores(y_true, y_pred, from_logits):
+    p, target = _tensors(y_true, y_pred, from_logits)
+    return ops.sum(ops.square(p - target), axis=-1)
+
+
+def _entropies(y_true, y_pred, from_logits):
+    p = _probability_tensor(y_pred, from_logits)
+    # p log p without its NaN at 0.
+    return -ops.sum(p * ops.log(ops.maximum(p, np.finfo("float32").tiny)), axis=-1)
+
+
+def _probability_tensor(outputs, from_logits):
+    """[..., K], K at least 2."""
+    from_logits = from_logits and not _are_probabilities(outputs)
+    outputs = ops.convert_to_tensor(outputs)
+    if keras.backend.standardize_dtype(outputs.dtype) != "float64":
+        outputs = ops.cast(outputs, "float32")
+    if len(outputs.shape) > 1 and outputs.shape[-1] > 1:
+        return ops.softmax(outputs, axis=-1) if from_logits else outputs
+    p = ops.sigmoid(outputs) if from_logits else outputs
+    p = ops.expand_dims(p, axis=-1) if len(p.shape) == 1 else p
+    return ops.concatenate([1.0 - p, p], axis=-1)
+
+
+def _tensors(y, outputs, from_logits):
+    """Probabilities and one-hot targets, both [..., K]."""
+    p, y = _probability_tensor(outputs, from_logits), ops.convert_to_tensor(y)
+    shape, received = tuple(p.shape), tuple(y.shape)
+    if received[1:] == shape[1:]:
+        return p, ops.cast(y, p.dtype)
+    if received[1:] not in (shape[1:-1], (*shape[1:-1], 1)):
+        raise ValueError(
+            f"`y_true` should hold classes in the shape {shape[:-1]}, or one-hot in {shape}. "
+            f"Received: y_true of shape {received}"
+        )
+    y = ops.squeeze(y, axis=-1) if len(received) == len(shape) else y
+    return p, ops.one_hot(ops.cast(y, "int32"), shape[-1], dtype=p.dtype)
 
 
 def _probabilities(probabilities):

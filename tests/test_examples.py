@@ -4,6 +4,7 @@ import importlib.util
 import pathlib
 import sys
 
+import numpy as np
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
@@ -32,6 +33,21 @@ def test_quickstart(monkeypatch, tmp_path, capsys):
     table = [line for line in capsys.readouterr().out.splitlines() if "%" in line]
     assert len(table) == 3
     assert all(float(line.split("%")[0].split()[-1]) > 80 for line in table)
+
+
+def test_out_of_distribution(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("KERAS_SGMCMC_DATA", raising=False)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    quickstart = importlib.import_module("quickstart")
+    for constant, value in {"STEPS": 400, "BURN_IN": 200, "THINNING": 20}.items():
+        monkeypatch.setattr(quickstart, constant, value)
+    angles = range(0, 181, 60)
+    figure = shortened("out_of_distribution", monkeypatch, tmp_path, ANGLES=angles, SHOWN=angles)
+    assert figure.stat().st_size > 10_000
+    printed = capsys.readouterr().out.splitlines()
+    areas = printed[printed.index("area under the ROC curve") + 1 :]
+    entropy, information = np.array([line.split()[-3:-1] for line in areas[:2]], float).T
+    assert min(*entropy, *information) > 0.75
 
 
 def test_regression(monkeypatch, tmp_path, capsys):

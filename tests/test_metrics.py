@@ -1,4 +1,7 @@
-"""Metrics of class probabilities, on arrays and on a Posterior, against scikit-learn and NumPy."""
+"""Metrics of class probabilities, on arrays, on a Posterior and in Keras.
+
+The oracles are scikit-learn, NumPy and, for the Keras metrics, the functions of arrays.
+"""
 
 import keras
 import numpy as np
@@ -107,3 +110,84 @@ def test_quality_of_a_regression_is_its_density():
     got = posterior.predictive_quality(x, y, verbose=0)
     want = -posterior.log_predictive_density(x, y, verbose=0).mean()
     assert got == pytest.approx({"negative_log_likelihood": want})
+
+
+CLASSES = [
+    (metrics.BrierScore, metrics.brier_score),
+    (metrics.ExpectedCalibrationError, metrics.expected_calibration_error),
+    (metrics.PredictiveEntropy, lambda p, y: metrics.predictive_entropy(p).mean()),
+]
+
+
+@pytest.mark.parametrize(("cls", "function"), CLASSES)
+@pytest.mark.parametrize("units", [4, 1])
+@pytest.mark.parametrize("from_logits", [False, True])
+def test_keras_metric_over_unequal_batches_is_the_function_of_all_rows(
+    cls, function, units, from_logits
+):
+    rng = np.random.default_rng(2)
+    logits = rng.normal(size=(90, units)).astype("float32")
+    p = special.softmax(logits, axis=-1) if units > 1 else special.expit(logits)
+    y = rng.integers(0, max(units, 2), 90)
+    outputs = logits if from_logits else p
+    want = function(p, y)
+    targets = [y, y[:, None]] + ([np.eye(units)[y]] if units > 1 else [])
+    metric = cls.from_config(cls(from_logits=from_logits).get_config())
+    for target in targets:
+        for rows in np.split(np.arange(90), [7, 8, 60]):
+            metric.update_state(target[rows], outputs[rows])
+        assert float(metric.result()) == pytest.approx(want, rel=1e-4)
+        metric.reset_state()
+    # Weights that count rows twice or not at all.
+    weights = rng.integers(0, 3, 90)
+    repeated = np.repeat(np.arange(90), weights)
+    for rows in (slice(0, 20), slice(20, 90)):
+        metric.update_state(y[rows], outputs[rows], sample_weight=weights[rows])
+    assert float(metric.result()) == pytest.approx(function(p[repeated], y[repeated]), rel=1e-4)
+
+
+@pytest.mark.parametrize(("cls", "function"), CLASSES)
+def test_keras_metric_of_sequences(cls, function):
+    p, y = probabilities(6, 5, 3), np.random.default_rng(0).integers(0, 3, (6, 5))
+    metric = cls()
+    metric.update_state(y, p)
+    assert float(metric.result()) == pytest.approx(function(p, y), rel=1e-4)
+    metric.reset_state()
+    metric.update_state(y, p, sample_weight=[1, 1, 0, 0, 0, 0])
+    assert float(metric.result()) == pytest.approx(function(p[:2], y[:2]), rel=1e-4)
+
+
+def test_keras_metrics_of_certain_predictions_and_of_none():
+    for cls, _ in CLASSES:
+        metric = cls()
+        assert float(metric.result()) == 0.0
+        metric.update_state([0, 1], np.eye(2))
+        assert float(metric.result()) == 0.0
+    bad = metrics.BrierScore()
+    with pytest.raises(ValueError, match=r"`y_true`.*\(2,\).*one-hot.*Received.*\(2, 3\)"):
+        bad.update_state(np.zeros((2, 3)), np.eye(2))
+    with pytest.raises(ValueError, match="`bins`"):
+        metrics.ExpectedCalibrationError(bins=0)
+
+
+def test_keras_metrics_in_compile_and_in_evaluate_of_a_posterior(tmp_path):
+    posterior = posterior_of(losses.SparseCategoricalCrossentropy(from_logits=True), 3)
+    model = posterior.model
+    compiled = [cls(from_logits=True) for cls, _ in CLASSES]
+    compiled[1] = metrics.ExpectedCalibrationError(bins=5, from_logits=True)
+    model.compile("sgd", loss=model.loss, metrics=compiled)
+    x, y = np.random.default_rng(1).normal(size=(50, 4)).astype("float32"), np.arange(50) % 3
+    names = ["brier_score", "expected_calibration_error", "predictive_entropy"]
+
+    def want(p):
+        ece = metrics.expected_calibration_error(p, y, bins=5)
+        values = [metrics.brier_score(p, y), ece, metrics.predictive_entropy(p).mean()]
+        return dict(zip(names, values, strict=True))
+
+    got = posterior.evaluate(x, y, verbose=0)
+    assert {k: got[k] for k in names} == pytest.approx(want(posterior.predict(x)), rel=1e-4)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    got = loaded.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
+    p = special.softmax(model.predict(x, verbose=0).astype("float64"), axis=-1)
+    assert {k: got[k] for k in names} == pytest.approx(want(p), rel=1e-4)
