@@ -8,6 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_sgmcmc import compilation, fit_run
+from keras_sgmcmc.callbacks.chain_health import ChainHealth
 from keras_sgmcmc.callbacks.step_callback import StepCallback
 from keras_sgmcmc.stability import step_curvature
 from keras_sgmcmc.validation import positive_integer
@@ -74,9 +75,13 @@ class ChainMonitor(StepCallback):
             can't run.
     """
 
-    def __init__(self, every=10):
+    def __init__(self, every=10, health=False):
         super().__init__()
         self.every = positive_integer("every", every)
+        if not isinstance(health, (bool, np.bool_)):
+            raise ValueError(f"`health` should be True or False. Received: health={health!r}")
+        self.health = bool(health)
+        self._health = ChainHealth() if self.health else None
         self._watched = []
         self._stability_checked, self._step_curvature = False, None
 
@@ -86,8 +91,14 @@ class ChainMonitor(StepCallback):
         self._guard = self._run.guard()
         # Of several monitors the one that has the guard makes what is checked once.
         self._leads = self._guard is not None
+        if self._health is not None:
+            self._health.set_model(self.model)
+            self._health.on_train_begin()
 
     def on_train_end(self, logs=None):
+        if self._health is not None:
+            self._health.warn(ended=True)
+            self._health.on_train_end()
         self._run.close()
         self._run = None
 
@@ -125,6 +136,8 @@ class ChainMonitor(StepCallback):
         loss = (logs or {}).get("loss")
         if last or (isinstance(loss, float) and not math.isfinite(loss)):
             self.check()
+        if self._health is not None and logs is not None:
+            logs.update(self._health.logs)
 
     def on_epoch_end(self, epoch, logs=None):
         if not self.begun:
@@ -133,6 +146,10 @@ class ChainMonitor(StepCallback):
         if self._guard is not None:
             self._guard.epoch_ended()
             self._guard = None
+        if self._health is not None:
+            self._health.warn(ended=False)
+            if logs is not None:
+                logs.update(self._health.logs)
         if logs is not None and hasattr(self.optimizer, "noise_logs"):
             logs.update(self.optimizer.noise_logs())
             if self._step_curvature is not None:
@@ -184,6 +201,8 @@ class ChainMonitor(StepCallback):
         worst = int(np.argmax(largest))  # the first NaN, if there is one
         if not math.isfinite(largest[worst]):
             raise self.error(self._watched[worst], "is not finite")
+        if self._health is not None:
+            self._health.look(self.step)
         return self._watched[worst], float(largest[worst])
 
     def error(self, variable, what):
@@ -197,7 +216,7 @@ class ChainMonitor(StepCallback):
         )
 
     def get_config(self):
-        return {"every": self.every}
+        return {"every": self.every, "health": self.health}
 
     @classmethod
     def from_config(cls, config):
