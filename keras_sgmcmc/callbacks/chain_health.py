@@ -16,9 +16,10 @@ from keras_sgmcmc.noise_covariance import statistic
 from keras_sgmcmc.optimizers.base import Sampler
 
 # Of many weights a step tells enough to be measured only now and then.
-_FEW_WEIGHTS, _INTERVAL = 100_000, 10
-# Steps before the first centre, and least number of them behind a warning.
-_FIRST_WINDOW, _JUDGED = 50, 500
+_FEW_WEIGHTS, _INTERVAL = 100_000, 20
+# Steps before the first centre, positions that the mean of a centre is of, and the least number of
+# steps behind a warning.
+_FIRST_WINDOW, _POSITIONS, _JUDGED = 50, 20, 500
 _BLOCKS, _BATCHES = 1024, 20
 # What a warning takes: both a difference that matters and one that is not chance.
 _DIFFERENCE, _ERRORS = 0.1, 4.0
@@ -47,7 +48,7 @@ class ChainHealth(InGraphCallback):
     For a centre c, a step that finds theta adds (theta - c)' N g and D T, and 2 (theta - c)' H g
     and |H g|^2 + tr Q. Once E g = 0 their means have the ratios of the docstring of `ChainMonitor`
     for every c that does not depend on the steps that are averaged; one near the mean makes for
-    little noise, and for no cancellation in float32. So c is the mean over the steps before: it
+    little noise, and for no cancellation in float32. So c is the mean of 20 positions before: it
     stands still while the chain doubles its length.
 
     The sums are fetched where the monitor looks at the chain, and added up in double precision.
@@ -85,7 +86,8 @@ class ChainHealth(InGraphCallback):
             for name in ("centre", "deviation_sum")
         )
         self._sums = statistic((4,), "health_sums")
-        self._fetch, self._recentre = map(compilation.traced, (self._read, self._move_centres))
+        work = self._read, self._add_position, self._move_centres
+        self._fetch, self._visit, self._recentre = map(compilation.traced, work)
         self._step = None
 
     def wrap(self, step):
@@ -99,9 +101,7 @@ class ChainHealth(InGraphCallback):
         """See `Sampler.observed_by`."""
         if index not in self._centres:
             return
-        if self._interval == 1:
-            self._add(index, variable, law)
-            return
+        # In a branch always: if XLA fused this with the move, it might round the move differently.
         due = (self.optimizer.iterations + 1) % self._interval == 0
         compilation.conditionally(due, lambda: self._add(index, variable, law))
 
@@ -133,10 +133,12 @@ class ChainHealth(InGraphCallback):
     def _read(self):
         sums = tf.identity(tf.convert_to_tensor(self._sums))
         self._sums.assign(tf.zeros_like(sums))
+        return sums
+
+    def _add_position(self):
         for index, variable in self._watched.items():
             centre = tf.convert_to_tensor(self._centres[index])
             self._deviations[index].assign_add(tf.convert_to_tensor(variable) - centre)
-        return sums
 
     def _move_centres(self, count):
         for index, centre in self._centres.items():
@@ -155,7 +157,10 @@ class ChainHealth(InGraphCallback):
             return
         block = _Block(self._step, self._fetch().numpy().astype("float64"))
         self._step = step
-        self._looks += 1
+        if step >= self._next_visit:
+            self._visit()
+            self._visits += 1
+            self._next_visit = step + max(1, (self._window - self._origin) // _POSITIONS)
         # What is not finite is for the monitor to say.
         if self._centred and np.all(np.isfinite(block.sums)) and np.any(block.sums):
             self._blocks.append(block)
@@ -172,12 +177,12 @@ class ChainHealth(InGraphCallback):
         self._centred, self._blocks, self.logs = False, deque(), {}
         self._fetch()
         self._recentre(tf.constant(1))
-        self._looks = 0
+        self._visits, self._next_visit = 0, step
 
     def _turn(self):
         """Let the mean of the steps since the last time be the centre."""
-        self._recentre(tf.constant(self._looks))
-        self._window, self._centred, self._looks = self._step, True, 0
+        self._recentre(tf.constant(self._visits))
+        self._window, self._centred, self._visits = self._step, True, 0
 
     def _merge(self):
         blocks = list(self._blocks)

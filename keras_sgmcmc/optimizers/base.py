@@ -193,27 +193,36 @@ class Sampler(keras.optimizers.Optimizer):
         rate = ops.cast(learning_rate, variable.dtype)
         step, metric = self.preconditioner(index, gradient, rate)
 
-        def divided_by_metric(value):
-            return value if metric is None else ops.divide(value, metric)
-
-        def law():
-            prior = self._prior_gradient(index, variable)
-            drift = gradient if prior is None else gradient + prior / self.train_size
-            increment = divided_by_metric(ops.multiply(drift, step))
-            correction = self.correction(index, gradient, rate)
-            if correction is not None:
-                increment = increment - correction
-            variance = None
-            if self.train_size is not None:
-                variance = self.noise_variance(index, divided_by_metric(step))
-            return drift, increment, variance
-
-        self._show(index, variable, law)
-        _, increment, variance = law()
+        # Observers get an H of their own making, from the state alone: a tensor that is also wanted
+        # elsewhere would be rounded before the move, which XLA otherwise fuses with what makes it.
+        self._show(
+            index,
+            variable,
+            lambda: self._law(index, variable, gradient, rate, self.step_size(index), None),
+        )
+        _, increment, variance = self._law(index, variable, gradient, rate, step, metric)
         if variance is not None:
             noise = self._normal(tuple(variable.shape), variable.dtype, index)
             increment = increment - ops.sqrt(variance) * noise
         self.displace(index, variable, increment)
+
+    def _law(self, index, variable, gradient, learning_rate, step, metric):
+        """The drift g + grad(-log p) / N, the increment without noise, and Q."""
+
+        def divided_by_metric(value):
+            return value if metric is None else ops.divide(value, metric)
+
+        step = ops.cast(step, variable.dtype)
+        prior = self._prior_gradient(index, variable)
+        drift = gradient if prior is None else gradient + prior / self.train_size
+        increment = divided_by_metric(ops.multiply(drift, step))
+        correction = self.correction(index, gradient, learning_rate)
+        if correction is not None:
+            increment = increment - correction
+        variance = None
+        if self.train_size is not None:
+            variance = self.noise_variance(index, divided_by_metric(step))
+        return drift, increment, variance
 
     def displace(self, index, variable, increment):
         """Subtract the increment of a step from variable number `index`."""
@@ -228,8 +237,8 @@ class Sampler(keras.optimizers.Optimizer):
             observer: Has a method `observe(index, variable, law)`, called for every variable when
                 its H is known and before it moves. `law()` gives the tensors (g with the prior's
                 gradient, H g, Q): the last two are None where H is a matrix, and Q is None if no
-                noise is injected. It can be called in a branch of the graph, whose work is not done
-                when the branch is not taken.
+                noise is injected. Call it in a branch of the graph, so that it leaves the
+                arithmetic of the move alone.
         """
         before = self._observers
         # Not tracked: it belongs to whoever observes.
