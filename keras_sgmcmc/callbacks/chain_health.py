@@ -5,7 +5,6 @@ import warnings
 from collections import deque
 from typing import NamedTuple
 
-import keras
 import numpy as np
 import tensorflow as tf
 from keras import ops

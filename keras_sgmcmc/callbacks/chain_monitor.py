@@ -62,17 +62,42 @@ class ChainMonitor(StepCallback):
     largest eigenvalue of H A at that time, with a warning if it is close to what makes the chain
     unstable.
 
-    `PosteriorSamples` is a monitor too.
+    With `health=True` the progress bar and History show two numbers that should be 1, means over
+    the later half of the chain that the monitor has seen, for the gradient g that the sampler gets
+    with the prior's, its H and Q, D sampled weights, and the distance from their mean m:
+
+    | name | ratio of means | 1 says |
+    |---|---|---|
+    | `configurational_temperature` | (theta - m)' N g / (D T) | as wide as the posterior |
+    | `stationarity` | 2 (theta - m)' H g / ((H g)' H g + tr Q) | the burn-in is over |
+
+    A warning, once, says if one is off by more than 0.1 and by four standard errors (of 20 batch
+    means): the first at the end of an epoch, if the chain is stationary; the other when `fit` ends.
+    Below 1 the chain still travels, or has directions that are slower than the run is long. For
+    SGLD the first is 1 + |H g|^2 / tr Q times the other, which the noise of the batches and the
+    length of the step make larger than 1. See `docs/diagnostics.md`. Models of more than
+    100,000 weights are measured at every 20th step. Where H is a matrix, and with momentum, there
+    is no `stationarity`; at T = 0 there is no temperature.
+
+    `PosteriorSamples` is a monitor too, without the health.
 
     Args:
         every: Steps between two checks. Defaults to `10`.
+        health: Whether to measure the health of the chain. It is traced into the step, as an
+            `InGraphCallback` is, and holds the weights twice more. Draws do not change by it.
+            Defaults to `False`.
 
     Raises:
         DivergenceError: In training; it names the step and the variable.
         ValueError: At the first batch, if the compiled loss is not the mean over rows of a negative
             log-likelihood; if the optimizer is a `MultiOptimizer`; if the model is compiled with
             `jit_compile=True` or `steps_per_execution` above 1 for several replicas, which Keras
-            can't run.
+            can't run; with `health=True`, if the optimizer is not a sampler, or under a
+            distribution strategy.
+
+    References: F. Wenzel et al., "How good is the Bayes posterior in deep neural networks
+    really?", ICML 2020 (configurational temperature). S. Yaida, "Fluctuation-dissipation relations
+    for stochastic gradient descent", ICLR 2019, arXiv:1810.00004 (stationarity).
     """
 
     def __init__(self, every=10, health=False):
