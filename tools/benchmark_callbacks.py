@@ -51,6 +51,7 @@ def main():
     variants = {
         "none": [],
         "ChainMonitor()": [sg.callbacks.ChainMonitor()],
+        "ChainMonitor(health=True)": [sg.callbacks.ChainMonitor(health=True)],
         "StepSizeAnnealing": [sg.callbacks.StepSizeAnnealing(schedule)],
         "PosteriorSamples(thinning=100)": [sg.callbacks.PosteriorSamples(0, 100, 20)],
         "IterateAverages(window=100)": [sg.callbacks.IterateAverages(0, 100, 20)],

@@ -8,6 +8,7 @@ import numpy as np
 from keras import ops
 
 from keras_sgmcmc import compilation, fit_run
+from keras_sgmcmc.callbacks.chain_health import ChainHealth
 from keras_sgmcmc.callbacks.step_callback import StepCallback
 from keras_sgmcmc.stability import step_curvature
 from keras_sgmcmc.validation import positive_integer
@@ -61,22 +62,51 @@ class ChainMonitor(StepCallback):
     largest eigenvalue of H A at that time, with a warning if it is close to what makes the chain
     unstable.
 
-    `PosteriorSamples` is a monitor too.
+    With `health=True` the progress bar and History show two numbers that should be 1, means over
+    the later half of the chain that the monitor has seen, for the gradient g that the sampler gets
+    with the prior's, its H and Q, D sampled weights, and the distance from their mean m:
+
+    | name | ratio of means | 1 says |
+    |---|---|---|
+    | `configurational_temperature` | (theta - m)' N g / (D T) | as wide as the posterior |
+    | `stationarity` | 2 (theta - m)' H g / ((H g)' H g + tr Q) | the burn-in is over |
+
+    A warning, once, says if one is off by more than 0.1 and by four standard errors (of 20 batch
+    means): the first at the end of an epoch, if the chain is stationary; the other when `fit` ends.
+    Below 1 the chain still travels, or has directions that are slower than the run is long. For
+    SGLD the first is 1 + |H g|^2 / tr Q times the other, which the noise of the batches and the
+    length of the step make larger than 1. See `docs/diagnostics.md`. Models of more than
+    100,000 weights are measured at every 20th step. Where H is a matrix, and with momentum, there
+    is no `stationarity`; at T = 0 there is no temperature.
+
+    `PosteriorSamples` is a monitor too, without the health.
 
     Args:
         every: Steps between two checks. Defaults to `10`.
+        health: Whether to measure the health of the chain. It is traced into the step, as an
+            `InGraphCallback` is, and holds the weights twice more. Draws do not change by it.
+            Defaults to `False`.
 
     Raises:
         DivergenceError: In training; it names the step and the variable.
         ValueError: At the first batch, if the compiled loss is not the mean over rows of a negative
             log-likelihood; if the optimizer is a `MultiOptimizer`; if the model is compiled with
             `jit_compile=True` or `steps_per_execution` above 1 for several replicas, which Keras
-            can't run.
+            can't run; with `health=True`, if the optimizer is not a sampler, or under a
+            distribution strategy.
+
+    References: F. Wenzel et al., "How good is the Bayes posterior in deep neural networks
+    really?", ICML 2020 (configurational temperature). S. Yaida, "Fluctuation-dissipation relations
+    for stochastic gradient descent", ICLR 2019, arXiv:1810.00004 (stationarity).
     """
 
-    def __init__(self, every=10):
+    def __init__(self, every=10, health=False):
         super().__init__()
         self.every = positive_integer("every", every)
+        if not isinstance(health, (bool, np.bool_)):
+            raise ValueError(f"`health` should be True or False. Received: health={health!r}")
+        self.health = bool(health)
+        self._health = ChainHealth() if self.health else None
         self._watched = []
         self._stability_checked, self._step_curvature = False, None
 
@@ -86,8 +116,14 @@ class ChainMonitor(StepCallback):
         self._guard = self._run.guard()
         # Of several monitors the one that has the guard makes what is checked once.
         self._leads = self._guard is not None
+        if self._health is not None:
+            self._health.set_model(self.model)
+            self._health.on_train_begin()
 
     def on_train_end(self, logs=None):
+        if self._health is not None:
+            self._health.warn(ended=True)
+            self._health.on_train_end()
         self._run.close()
         self._run = None
 
@@ -125,6 +161,8 @@ class ChainMonitor(StepCallback):
         loss = (logs or {}).get("loss")
         if last or (isinstance(loss, float) and not math.isfinite(loss)):
             self.check()
+        if self._health is not None and logs is not None:
+            logs.update(self._health.logs)
 
     def on_epoch_end(self, epoch, logs=None):
         if not self.begun:
@@ -133,6 +171,10 @@ class ChainMonitor(StepCallback):
         if self._guard is not None:
             self._guard.epoch_ended()
             self._guard = None
+        if self._health is not None:
+            self._health.warn(ended=False)
+            if logs is not None:
+                logs.update(self._health.logs)
         if logs is not None and hasattr(self.optimizer, "noise_logs"):
             logs.update(self.optimizer.noise_logs())
             if self._step_curvature is not None:
@@ -184,6 +226,8 @@ class ChainMonitor(StepCallback):
         worst = int(np.argmax(largest))  # the first NaN, if there is one
         if not math.isfinite(largest[worst]):
             raise self.error(self._watched[worst], "is not finite")
+        if self._health is not None:
+            self._health.look(self.step)
         return self._watched[worst], float(largest[worst])
 
     def error(self, variable, what):
@@ -197,7 +241,7 @@ class ChainMonitor(StepCallback):
         )
 
     def get_config(self):
-        return {"every": self.every}
+        return {"every": self.every, "health": self.health}
 
     @classmethod
     def from_config(cls, config):

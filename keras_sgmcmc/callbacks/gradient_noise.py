@@ -24,6 +24,8 @@ from keras_sgmcmc.validation import positive_integer, real_number
 
 # Enough for the tail index.
 _TAIL_COORDINATES = 10_000
+# Share of the wanted noise above which that of the batches is worth a warning.
+_LARGEST_NOISE_RATIO = 0.1
 
 
 @keras.saving.register_keras_serializable(package="keras_sgmcmc")
@@ -51,7 +53,8 @@ class GradientNoise(InGraphCallback):
 
     History and the progress bar show, at the end of an epoch, `gradient_noise_trace` (tr C),
     `gradient_noise_rank` ((tr C)^2 / tr C^2) and `gradient_noise_scale`; and `noise_ratio`, the
-    predicted excess of the variance, if the optimizer is `SGLD` or `pSGLD`.
+    predicted excess of the variance, if the optimizer is `SGLD` or `pSGLD`. A warning, once, says
+    if that is above 0.1.
 
     Args:
         microbatch_size: Examples whose gradients are taken together, m. More makes the general way
@@ -226,6 +229,7 @@ class GradientNoise(InGraphCallback):
         self._awaiting_verification, self._reported = True, False
         averages = [self._average.examples, *self._average.entries]
         self.keep("gradient_noise", [*averages, self._square_gradient, self._log_moments])
+        self._warned_of_noise = False
 
     def wrap(self, step):
         def wrapped(data):
@@ -400,8 +404,22 @@ class GradientNoise(InGraphCallback):
         logs["gradient_noise_scale"] = self.gradient_noise_scale
         if self._adds_all_noise():
             logs["noise_ratio"] = self.noise_ratio
+            self._warn_of_noise(logs["noise_ratio"])
         if hasattr(self.optimizer, "noise_logs"):
             logs.update(self.optimizer.noise_logs())
+
+    def _warn_of_noise(self, ratio):
+        # At T = 0 none is wanted.
+        if self._warned_of_noise or not _LARGEST_NOISE_RATIO < ratio < math.inf:
+            return
+        self._warned_of_noise = True
+        warnings.warn(
+            f"The batches bring {ratio:.3g} times the noise that {type(self.optimizer).__name__} "
+            "wants, and it adds all of it: expect variances that are too large by that share. Take "
+            "larger batches or a smaller learning rate (the ratio is proportional to learning rate "
+            "/ batch size), or SGFS, which counts the noise of the batches.",
+            stacklevel=3,
+        )
 
     def get_config(self):
         return {

@@ -1,5 +1,6 @@
 """The step that every sampler shares."""
 
+import contextlib
 import math
 import warnings
 
@@ -61,6 +62,8 @@ class Sampler(keras.optimizers.Optimizer):
 
     # Whether the noise of the batches is part of the method, so that they must be independent.
     uses_batch_noise = False
+    # A method whose steps remember earlier ones has another.
+    momentum = 0.0
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class Sampler(keras.optimizers.Optimizer):
         self._slots = {}
         # Not tracked: they are not the optimizer's own.
         object.__setattr__(self, "_kept", {})
+        object.__setattr__(self, "_observers", ())
         self._unclaimed = {}
         self._prior_precision = {}
         self._precision_of_variable = []
@@ -186,29 +190,67 @@ class Sampler(keras.optimizers.Optimizer):
     def _move(self, gradient, variable, learning_rate):
         index = self._get_variable_index(variable)
         gradient = ops.cast(gradient, variable.dtype)
-        step, metric = self.preconditioner(index, gradient, ops.cast(learning_rate, variable.dtype))
+        rate = ops.cast(learning_rate, variable.dtype)
+        step, metric = self.preconditioner(index, gradient, rate)
 
-        def divided_by_metric(value):
-            return value if metric is None else ops.divide(value, metric)
-
-        prior = self._prior_gradient(index, variable)
-        drift = gradient if prior is None else gradient + prior / self.train_size
-        increment = divided_by_metric(ops.multiply(drift, step))
-        correction = self.correction(index, gradient, ops.cast(learning_rate, variable.dtype))
-        if correction is not None:
-            increment = increment - correction
-        variance = None
-        if self.train_size is not None:
-            variance = self.noise_variance(index, divided_by_metric(step))
+        # Observers get an H of their own making, from the state alone: a tensor that is also wanted
+        # elsewhere would be rounded before the move, which XLA otherwise fuses with what makes it.
+        self._show(
+            index,
+            variable,
+            lambda: self._law(index, variable, gradient, rate, self.step_size(index), None),
+        )
+        _, increment, variance = self._law(index, variable, gradient, rate, step, metric)
         if variance is not None:
             noise = self._normal(tuple(variable.shape), variable.dtype, index)
             increment = increment - ops.sqrt(variance) * noise
         self.displace(index, variable, increment)
 
+    def _law(self, index, variable, gradient, learning_rate, step, metric):
+        """The drift g + grad(-log p) / N, the increment without noise, and Q."""
+
+        def divided_by_metric(value):
+            return value if metric is None else ops.divide(value, metric)
+
+        step = ops.cast(step, variable.dtype)
+        prior = self._prior_gradient(index, variable)
+        drift = gradient if prior is None else gradient + prior / self.train_size
+        increment = divided_by_metric(ops.multiply(drift, step))
+        correction = self.correction(index, gradient, learning_rate)
+        if correction is not None:
+            increment = increment - correction
+        variance = None
+        if self.train_size is not None:
+            variance = self.noise_variance(index, divided_by_metric(step))
+        return drift, increment, variance
+
     def displace(self, index, variable, increment):
         """Subtract the increment of a step from variable number `index`."""
         del index
         self.assign_sub(variable, increment)
+
+    @contextlib.contextmanager
+    def observed_by(self, observer):
+        """Show the steps that are traced, or run eagerly, in this context to an observer.
+
+        Args:
+            observer: Has a method `observe(index, variable, law)`, called for every variable when
+                its H is known and before it moves. `law()` gives the tensors (g with the prior's
+                gradient, H g, Q): the last two are None where H is a matrix, and Q is None if no
+                noise is injected. Call it in a branch of the graph, so that it leaves the
+                arithmetic of the move alone.
+        """
+        before = self._observers
+        # Not tracked: it belongs to whoever observes.
+        object.__setattr__(self, "_observers", (*before, observer))
+        try:
+            yield
+        finally:
+            object.__setattr__(self, "_observers", before)
+
+    def _show(self, index, variable, law):
+        for observer in self._observers:
+            observer.observe(index, variable, law)
 
     def _normal(self, shape, dtype, stream):
         """Standard normals of this step; each stream has its own."""
@@ -262,15 +304,18 @@ class Sampler(keras.optimizers.Optimizer):
 
     def _compiled_apply(self, indices):
         """The compiled `apply` on the variables at `indices`, traced once and kept."""
+        key = indices, self._observers
         for known, function in self._compiled:
-            if known == indices:
+            if known == key:
                 return function
         variables = [self._trainable_variables[index] for index in indices]
         function = compilation.compiled(
             lambda grads, curvature: self._apply(grads, variables, curvature)
         )
+        # Those of observers that have gone, go too.
+        kept = [entry for entry in self._compiled if entry[0][1] in ((), self._observers)]
         # Not tracked: it holds no state, and neither saving nor copying should meet it.
-        object.__setattr__(self, "_compiled", (*self._compiled, (indices, function)))
+        object.__setattr__(self, "_compiled", (*kept, (key, function)))
         return function
 
     def _check_known(self, variables):

@@ -334,6 +334,8 @@ class NoiseSampler(Sampler):
                 drifts[index] = self._drift(index, ops.cast(gradient, variable.dtype), variable)
                 rate = ops.cast(learning_rate, variable.dtype)
                 warm[index] = drifts[index] * self.warmup_step(index, drifts[index], rate)
+                law = drifts[index], None, None
+                self._show(index, variable, lambda law=law: law)
         # A variable that the loss doesn't depend on has gradient 0, and stays.
         flat = [
             ops.reshape(ops.cast(drifts[index], "float32"), (-1,))

@@ -1,10 +1,13 @@
 import pickle
+import warnings
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_sgmcmc as sg
+from keras_sgmcmc.callbacks.chain_health import ChainHealth
 
 ROWS = 10
 X = np.ones((ROWS, 1), "float32")
@@ -242,7 +245,213 @@ def test_bad_arguments(every):
 
 
 def test_serialization():
-    config = keras.saving.serialize_keras_object(sg.callbacks.ChainMonitor(every=7))
+    config = keras.saving.serialize_keras_object(sg.callbacks.ChainMonitor(every=7, health=True))
     again = keras.saving.deserialize_keras_object(config)
     assert isinstance(again, sg.callbacks.ChainMonitor)
-    assert again.every == 7
+    assert (again.every, again.health) == (7, True)
+
+
+# Health: ratios of means along the chain against closed forms of independent quadratics.
+
+NUMBER, BATCH = 1000, 10
+
+
+def sampled_columns(optimizer, *, steps, columns, spread=0.0):
+    """A chain on columns of mean 0 and variance `spread`^2, each of curvature 1.
+
+    Returns the monitor and the covariance of per-example gradients.
+    """
+    y = np.random.default_rng(0).normal(size=(NUMBER, columns))
+    y = spread * (y - y.mean(0)) / y.std(0)
+    model, _ = quadratic(None, sampler=optimizer, columns=columns, steps_per_execution=100)
+    monitor = sg.callbacks.ChainMonitor(health=True)
+    data = sg.minibatches(
+        np.ones((NUMBER, 1), "float32"), y.astype("float32"), BATCH, seed=5, steps=steps
+    )
+    model.fit(data, callbacks=[monitor], verbose=0)
+    return monitor, np.cov(y.T, ddof=0)
+
+
+def assert_estimate(estimate, expected, tolerance=0.02):
+    """To `tolerance` and to five standard errors: one in a million by chance."""
+    assert estimate.value == pytest.approx(expected, rel=tolerance)
+    assert abs(estimate.value - expected) < 5 * estimate.error
+    assert estimate.error < tolerance * expected
+
+
+@pytest.mark.filterwarnings("ignore:The (stationarity|configurational)")
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_health_of_sgld_and_of_one_with_the_wrong_noise(factor):
+    """Var = factor Q / (eta h (2 - eta h)), so that both numbers tell half and double noise."""
+
+    class Wrong(sg.SGLD):
+        def _normal(self, *arguments):
+            return factor**0.5 * super()._normal(*arguments)
+
+    eta, temperature, precision = 0.1, 0.7, 500.0
+    optimizer = Wrong(
+        eta, train_size=NUMBER, temperature=temperature, prior=precision, seed=1, jit_compile=False
+    )
+    monitor, _ = sampled_columns(optimizer, steps=20_000, columns=100)
+    found, step = monitor._health.estimates, eta * (1 + precision / NUMBER)
+    assert_estimate(found["configurational_temperature"], factor / (1 - step / 2))
+    assert_estimate(found["stationarity"], 2 * factor / (2 - step + factor * step))
+
+
+def test_batch_noise_heats_the_chain_and_leaves_it_stationary():
+    eta = 0.05
+    optimizer = sg.SGLD(eta, train_size=NUMBER, seed=1, jit_compile=False)
+    with pytest.warns(UserWarning, match="configurational temperature of the chain is") as caught:
+        monitor, C = sampled_columns(optimizer, steps=20_000, columns=50, spread=1.0)
+    found = monitor._health.estimates
+    covariance = sg.theory.sgld_stationary_covariance(np.eye(50), C, eta, N=NUMBER, S=BATCH)
+    expected = NUMBER * np.trace(covariance) / 50
+    assert expected > 3
+    assert_estimate(found["configurational_temperature"], expected)
+    assert_estimate(found["stationarity"], 1.0)
+    messages = [str(w.message) for w in caught if "of the chain is" in str(w.message)]
+    assert len(messages) == 1
+    assert "take larger batches or a smaller learning rate" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        # Where C is the Hessian SGFS is exact; constant SGD is too wide by 1 / (1 - S / N).
+        (lambda **k: sg.SGFS(None, **k), 1.0),
+        (lambda **k: sg.SGFS(None, fisher="full", **k), 1.0),
+        (lambda **k: sg.ConstantSGD(preconditioner="diagonal", **k), 1 / (1 - 0.04)),
+        (lambda **k: sg.ConstantSGD(momentum=0.5, **k), None),
+    ],
+    ids=["diagonal", "matrix", "constant", "momentum"],
+)
+def test_health_of_methods_that_use_the_noise_of_the_batches(make, expected):
+    columns, batch = 40, 40
+    optimizer = make(train_size=NUMBER, batch_size=batch, warmup_steps=0, seed=1, jit_compile=False)
+    matrix = optimizer.noise_structure != "diagonal"
+
+    class Told(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 0:
+                C = np.eye(columns, dtype="float32")
+                entry = C if matrix else np.ones((1, columns), "float32")
+                optimizer.update_noise_covariance([entry], 1e6)
+
+    y = np.random.default_rng(0).normal(size=(NUMBER, columns))
+    # Uncorrelated columns, so that C = 1 = A, exactly.
+    y = np.linalg.qr(y - y.mean(0))[0] * np.sqrt(NUMBER)
+    model, _ = quadratic(None, sampler=optimizer, columns=columns, steps_per_execution=100)
+    optimizer.build(model.trainable_variables)
+    monitor = sg.callbacks.ChainMonitor(health=True)
+    data = sg.minibatches(
+        np.ones((NUMBER, 1), "float32"), y.astype("float32"), batch, seed=5, steps=40_000
+    )
+    model.fit(data, callbacks=[Told(), monitor], verbose=0)
+    found = monitor._health.estimates
+    if expected is None:
+        H = optimizer.optimal_learning_rate
+        covariance = sg.theory.momentum_stationary_covariance(
+            np.eye(columns), np.eye(columns), H, momentum=0.5, S=batch, N=NUMBER
+        )
+        expected = NUMBER * np.trace(covariance) / columns
+    assert_estimate(found["configurational_temperature"], expected)
+    if matrix or optimizer.momentum > 0:
+        assert "stationarity" not in found
+    else:
+        assert_estimate(found["stationarity"], 1.0)
+
+
+def test_of_many_weights_some_steps_are_measured():
+    model, y = quadratic(0.5, columns=100_001)
+    monitor = sg.callbacks.ChainMonitor(health=True)
+    history = fit(model, y, monitor, steps=50, epochs=8).history
+    assert monitor._health._interval > 1
+    assert history["configurational_temperature"][-1] == pytest.approx(1 / 0.75, rel=0.02)
+    assert history["stationarity"][-1] == pytest.approx(1.0, rel=0.02)
+
+
+def test_a_chain_that_travels_is_told_so_once_when_it_ends(capsys):
+    model, y = quadratic(1e-3, mode=100.0)
+    monitor = sg.callbacks.ChainMonitor(health=True)
+    with pytest.warns(UserWarning, match=r"stationarity of the chain is -.*burn-in") as caught:
+        history = fit(model, y, monitor, steps=600, epochs=2, verbose=2).history
+    assert len([w for w in caught if "of the chain is" in str(w.message)]) == 1
+    assert history["stationarity"][-1] < -10
+    assert "stationarity: " in capsys.readouterr().out
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The .* of the chain is")
+        fit(model, y, monitor, steps=100)
+
+
+@pytest.mark.parametrize(
+    ("compile_arguments", "sampler_arguments"),
+    [
+        ({"jit_compile": True}, {}),
+        ({"run_eagerly": True}, {}),
+        ({}, {"gradient_accumulation_steps": 2}),
+        ({"steps_per_execution": 10}, {}),
+    ],
+    ids=["jit", "eager", "accumulation", "several steps"],
+)
+def test_health_is_the_same_in_all_modes(compile_arguments, sampler_arguments):
+    def health(compile_arguments, steps, **arguments):
+        sampler = sg.SGLD(0.1, train_size=ROWS, seed=3, jit_compile=False, **arguments)
+        model, y = quadratic(None, sampler=sampler, **compile_arguments)
+        return fit(model, y, sg.callbacks.ChainMonitor(health=True), steps=steps).history
+
+    expected = health({}, 200)
+    accumulated = sampler_arguments.get("gradient_accumulation_steps", 1)
+    found = health(compile_arguments, 200 * accumulated, **sampler_arguments)
+    for name in ("configurational_temperature", "stationarity"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_health_under_mixed_precision(policy):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        model, y = quadratic(0.1, columns=50)
+        monitor = sg.callbacks.ChainMonitor(health=True)
+        history = fit(model, y, monitor, steps=300).history
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert 0.7 < history["configurational_temperature"][-1] < 1.4
+
+
+@pytest.mark.parametrize(
+    "compile_arguments", [{}, {"jit_compile": True}, {"steps_per_execution": 10}], ids=str
+)
+@pytest.mark.parametrize("cls", [sg.pSGLD, sg.SGFS])
+def test_health_changes_no_bit_of_the_draws_and_is_traced_once(cls, compile_arguments, monkeypatch):
+    traced = []
+    observe = ChainHealth.observe
+    monkeypatch.setattr(
+        ChainHealth, "observe", lambda *given: (traced.append(1), observe(*given))[1]
+    )
+
+    def weights(monitor):
+        arguments = {"batch_size": ROWS, "warmup_steps": 15} if cls is sg.SGFS else {}
+        sampler = cls(0.01, train_size=ROWS, prior=1.0, seed=3, **arguments)
+        model, y = quadratic(None, sampler=sampler, mode=1.0, **compile_arguments)
+        data = sg.minibatches(X, y, ROWS, seed=1, steps=30)
+        for _ in range(2):
+            model.fit(data, callbacks=[monitor], verbose=0)
+        return model.get_weights()[0]
+
+    plain = weights(sg.callbacks.ChainMonitor())
+    assert not traced
+    np.testing.assert_array_equal(weights(sg.callbacks.ChainMonitor(health=True)), plain)
+    assert len(traced) <= 2  # a fused step is traced twice, for the shapes of its logs first
+
+
+def test_health_needs_a_sampler_on_one_replica():
+    model, y = quadratic(None, sampler=keras.optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match=r"`health=True` needs a sampler.*Received: .*SGD"):
+        fit(model, y, sg.callbacks.ChainMonitor(health=True))
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        model, y = quadratic(0.1)
+    with pytest.raises(ValueError, match="`health=True` is not available under a distribution"):
+        fit(model, y, sg.callbacks.ChainMonitor(health=True))
+    with pytest.raises(ValueError, match=r"`health` should be True or False\. Received: health=1"):
+        sg.callbacks.ChainMonitor(health=1)

@@ -384,6 +384,21 @@ def test_the_noise_ratio_of_samplers_that_add_all_noise(cls, structure):
     assert history["noise_ratio"][0] == noise.noise_ratio == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.usefixtures("without_xla")
+@pytest.mark.parametrize(("rate", "warns"), [(1e-9, False), (0.05, True)])
+def test_a_large_noise_ratio_is_warned_of_once(rate, warns):
+    model, x, y = make(optimizer=sg.SGLD(rate, train_size=1000, seed=1))
+    noise = GradientNoise()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            history = model.fit(x, y, batch_size=12, epochs=2, callbacks=[noise], verbose=0)
+    assert (history.history["noise_ratio"][-1] > 0.1) == warns
+    messages = [str(w.message) for w in caught if "times the noise" in str(w.message)]
+    assert len(messages) == warns
+    assert all("larger batches or a smaller learning rate" in message for message in messages)
+
+
 def test_other_optimizers_have_no_noise_ratio():
     model, x, y = make()
     noise = GradientNoise()
