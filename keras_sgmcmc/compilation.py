@@ -61,15 +61,18 @@ def any_shapes(function, *dtypes):
     return tf.function(function, input_signature=signature, autograph=False)
 
 
-def conditionally(predicate, function):
-    """Run `function()`, which assigns to variables, if a scalar tensor is true, in any step."""
+def conditionally(predicate, function, otherwise=lambda: None):
+    """Run `function()`, which assigns to variables, if a scalar tensor is true, in any step.
 
-    def branch():
+    If it is false `otherwise()` runs, which under a distribution strategy is ignored.
+    """
+
+    def branch(function):
         function()
         return tf.constant(0)
 
     if not is_distributed():
-        tf.cond(predicate, branch, lambda: tf.constant(0))
+        tf.cond(predicate, lambda: branch(function), lambda: branch(otherwise))
         return
 
     # Assignments to mirrored variables can't stand in a branch of one replica's own.

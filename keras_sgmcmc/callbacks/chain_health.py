@@ -101,8 +101,14 @@ class ChainHealth(InGraphCallback):
         if index not in self._centres:
             return
         # In a branch always: if XLA fused this with the move, it might round the move differently.
-        due = (self.optimizer.iterations + 1) % self._interval == 0
-        compilation.conditionally(due, lambda: self._add(index, variable, law))
+        compilation.conditionally(self._due(), lambda: self._add(index, variable, law))
+
+    def is_due(self):
+        """See `Sampler.observed_by`."""
+        return None if self._interval == 1 else self._due()
+
+    def _due(self):
+        return (self.optimizer.iterations + 1) % self._interval == 0
 
     def _add(self, index, variable, law):
         optimizer = self.optimizer

@@ -238,7 +238,8 @@ class Sampler(keras.optimizers.Optimizer):
                 its H is known and before it moves. `law()` gives the tensors (g with the prior's
                 gradient, H g, Q): the last two are None where H is a matrix, and Q is None if no
                 noise is injected. Call it in a branch of the graph, so that it leaves the
-                arithmetic of the move alone.
+                arithmetic of the move alone. And a method `is_due()`: a bool tensor, whether it
+                wants to see this step, or None for all steps.
         """
         before = self._observers
         # Not tracked: it belongs to whoever observes.
@@ -289,28 +290,42 @@ class Sampler(keras.optimizers.Optimizer):
         self.prepare()
         curvature = self.curvature(grads, trainable_variables)
         if not self.jit_compile or compilation.is_distributed():
-            self._apply(grads, trainable_variables, curvature)
+            self._apply(grads, trainable_variables, curvature, self._observers)
             return
         indices = tuple(self._get_variable_index(variable) for variable in trainable_variables)
-        self._compiled_apply(indices)(grads, curvature)
 
-    def _apply(self, grads, variables, curvature):
+        def update(observers):
+            self._compiled_apply(indices, observers)(grads, curvature)
+
+        due = [observer.is_due() for observer in self._observers]
+        if not due or None in due:
+            update(self._observers)
+        else:
+            # The compiled update has to copy what it shows, also when nobody looks.
+            compilation.conditionally(
+                ops.any(ops.stack(due)), lambda: update(self._observers), lambda: update(())
+            )
+
+    def _apply(self, grads, variables, curvature, observers):
+        before = self._observers
         # Not tracked, and gone after the update: the tensors live in the graph of one trace.
         object.__setattr__(self, "_curvature", curvature)
+        object.__setattr__(self, "_observers", observers)
         try:
             super().apply(grads, variables)
         finally:
             object.__setattr__(self, "_curvature", None)
+            object.__setattr__(self, "_observers", before)
 
-    def _compiled_apply(self, indices):
+    def _compiled_apply(self, indices, observers):
         """The compiled `apply` on the variables at `indices`, traced once and kept."""
-        key = indices, self._observers
+        key = indices, observers
         for known, function in self._compiled:
             if known == key:
                 return function
         variables = [self._trainable_variables[index] for index in indices]
         function = compilation.compiled(
-            lambda grads, curvature: self._apply(grads, variables, curvature)
+            lambda grads, curvature: self._apply(grads, variables, curvature, observers)
         )
         # Those of observers that have gone, go too.
         kept = [entry for entry in self._compiled if entry[0][1] in ((), self._observers)]
