@@ -57,7 +57,7 @@ def test_regression(monkeypatch, tmp_path, capsys):
 
 
 def test_automatic_relevance(monkeypatch, tmp_path, capsys):
-    constants = {"STEPS": 5000, "LEARN_FROM": 1000, "BURN_IN": 2000}
+    constants = {"FEATURES": 6, "STEPS": 5000, "LEARN_FROM": 1000, "BURN_IN": 2000}
     figure = shortened("automatic_relevance", monkeypatch, tmp_path, **constants)
     assert figure.stat().st_size > 10_000
     printed = capsys.readouterr().out

@@ -804,5 +804,6 @@ def test_serialization():
         "burn_in": 3,
         "thinning": 2,
         "max_samples": 5,
+        "directory": None,
         "step_weights": True,
     }

@@ -500,7 +500,7 @@ def test_precision_is_that_of_the_evidence(hard, kind, update):
 
 @pytest.mark.parametrize("kind", ["scalar", "diagonal"])
 def test_constant_sgd_finds_the_fixed_point_of_its_own_law(hard, kind):
-    settled = hard.precisions(kind, 1.0, 450_000)[5000:]
+    settled = hard.precisions(kind, 1.0, 300_000)[5000:]
     expected = hard.fixed_point(kind)
     assert abs(settled.mean() / expected - 1) < 0.03, (settled.mean(), expected)
 
