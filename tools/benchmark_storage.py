@@ -153,7 +153,7 @@ def main():
             f" peak memory {more:+.0f} MiB"
         )
 
-        times = predict_times(3)
+        times = predict_times(1)
         ratio = np.median(times["model"] / times["posterior"])
         print(
             f"10,000 rows, 200 draws: posterior.predict {np.median(times['posterior']):.2f} s, "
