@@ -66,18 +66,16 @@ class StoredDraw:
     def __iter__(self):
         """All arrays, checked against the sum in the file."""
         import safetensors
-        from safetensors.numpy import load_file
 
         try:
-            arrays = load_file(self.path)
             with safetensors.safe_open(self.path, framework="numpy") as file:
                 expected = file.metadata()["crc32"]
+                ordered = [file.get_tensor(name) for name in self.names]
         except (OSError, safetensors.SafetensorError) as error:
             raise StorageError(
                 f"The draw of step {self.step} can't be read from {self.path}: {error}. Leave it "
                 "out: `Posterior.load(directory, verify=True)`."
             ) from error
-        ordered = [arrays[name] for name in self.names]
         if _checksum(ordered) != expected:
             raise StorageError(
                 f"The draw of step {self.step} is damaged: {self.path} does not have the sum that "
@@ -224,6 +222,18 @@ def named(variables):
     return result
 
 
+def as_directory(directory, max_samples):
+    """What callbacks take for a directory of draws, as a string or None."""
+    if directory is None:
+        return None
+    if max_samples is not None:
+        raise ValueError(
+            "`max_samples` bounds the draws in memory, and with a `directory` none are there: take "
+            f"fewer draws instead. Received: max_samples={max_samples}"
+        )
+    return os.fspath(directory)
+
+
 def open_chain(directory, model, optimizer, variables, common, sampling, step):
     """The `ChainStore` of an optimizer's chain, opened at `step`.
 
@@ -307,7 +317,8 @@ def variables_of(model, manifest):
     for entries in (manifest["variables"], manifest["common"]):
         found.append([])
         for entry in entries:
-            variable = dict(enumerate(variables)).get(entry["position"])
+            position = entry["position"]
+            variable = variables[position] if position < len(variables) else None
             if variable is None or list(variable.shape) != entry["shape"]:
                 there = None if variable is None else f"{variable.path} of {tuple(variable.shape)}"
                 raise ValueError(

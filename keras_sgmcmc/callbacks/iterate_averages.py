@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import warnings
 
 import keras
@@ -84,12 +83,7 @@ class IterateAverages(InGraphCallback):
         self.max_samples = None
         if max_samples is not None:
             self.max_samples = positive_integer("max_samples", max_samples, minimum=2)
-        if directory is not None and max_samples is not None:
-            raise ValueError(
-                "`max_samples` bounds the draws in memory, and with a `directory` none are there. "
-                f"Received: max_samples={max_samples}"
-            )
-        self.directory = None if directory is None else os.fspath(directory)
+        self.directory = storage.as_directory(directory, max_samples)
         self._store = None
         self._draws, self._steps = [], []
         self._variables = self._posterior = self._length = None

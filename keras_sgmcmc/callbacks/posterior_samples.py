@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import os
 import time
 import warnings
 
@@ -72,12 +71,7 @@ class PosteriorSamples(ChainMonitor):
         self.max_samples = None
         if max_samples is not None:
             self.max_samples = positive_integer("max_samples", max_samples)
-        if directory is not None and max_samples is not None:
-            raise ValueError(
-                "`max_samples` bounds the draws in memory, and with a `directory` none are there. "
-                f"Raise `thinning` for fewer. Received: max_samples={max_samples}"
-            )
-        self.directory = None if directory is None else os.fspath(directory)
+        self.directory = storage.as_directory(directory, max_samples)
         self.step_weights = bool(step_weights)
         self._interval = self.thinning
         self._variables = None
