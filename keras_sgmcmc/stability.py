@@ -103,6 +103,8 @@ def _rows_of(minibatches, rows):
 def _hessian_product(model, optimizer, variables):
     """Function of a batch and of one tensor for each variable, to A times these."""
     precisions = [0.0] * len(variables)
+    # Of a variable of Keras that nothing depends on, TensorFlow can't make the zeros.
+    tensors = [variable.value for variable in variables]
     if isinstance(optimizer, Sampler) and optimizer.train_size is not None:
         indices = map(optimizer._get_variable_index, variables)
         precisions = [optimizer.precision_of(i) / optimizer.train_size for i in indices]
@@ -114,10 +116,10 @@ def _hessian_product(model, optimizer, variables):
                 for variable in variables:
                     if variable.regularizer is not None:
                         loss += tf.cast(variable.regularizer(variable), loss.dtype)
-            gradients = inner.gradient(loss, variables, unconnected_gradients="zero")
+            gradients = inner.gradient(loss, tensors, unconnected_gradients="zero")
             dots = [tf.reduce_sum(g * u) for g, u in zip(gradients, vectors, strict=True)]
             projection = tf.add_n([tf.cast(dot, "float32") for dot in dots])
-        products = outer.gradient(projection, variables, unconnected_gradients="zero")
+        products = outer.gradient(projection, tensors, unconnected_gradients="zero")
         return [
             tf.convert_to_tensor(p) + tf.cast(precision, u.dtype) * u
             for p, precision, u in zip(products, precisions, vectors, strict=True)

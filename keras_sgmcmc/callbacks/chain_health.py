@@ -13,6 +13,7 @@ from keras_sgmcmc import compilation
 from keras_sgmcmc.callbacks.in_graph_callback import InGraphCallback
 from keras_sgmcmc.noise_covariance import statistic
 from keras_sgmcmc.optimizers.base import Sampler
+from keras_sgmcmc.optimizers.observer import StepObserver
 
 # Of many weights a step tells enough to be measured only now and then.
 _FEW_WEIGHTS, _INTERVAL = 100_000, 20
@@ -41,7 +42,7 @@ class _Block(NamedTuple):
     sums: np.ndarray
 
 
-class ChainHealth(InGraphCallback):
+class ChainHealth(InGraphCallback, StepObserver):
     """Sums along the chain, taken where the sampler moves, and what they say.
 
     For a centre c, a step that finds theta adds (theta - c)' N g and D T, and 2 (theta - c)' H g
@@ -96,15 +97,13 @@ class ChainHealth(InGraphCallback):
 
         return wrapped
 
-    def observe(self, index, variable, law):
-        """See `Sampler.observed_by`."""
+    def before_move(self, index, variable, law):
         if index not in self._centres:
             return
         # In a branch always: if XLA fused this with the move, it might round the move differently.
         compilation.conditionally(self._due(), lambda: self._add(index, variable, law))
 
     def is_due(self):
-        """See `Sampler.observed_by`."""
         return None if self._interval == 1 else self._due()
 
     def _due(self):

@@ -1,5 +1,6 @@
 """Means over windows of iterates, as draws from the posterior."""
 
+import contextlib
 import logging
 import math
 import warnings
@@ -15,6 +16,7 @@ from keras_sgmcmc.callbacks.posterior_samples import read_only_copy
 from keras_sgmcmc.callbacks.step_callback import current_step, execution_block
 from keras_sgmcmc.noise_covariance import statistic
 from keras_sgmcmc.optimizers.base import Sampler
+from keras_sgmcmc.optimizers.observer import StepObserver
 from keras_sgmcmc.posterior import Posterior
 from keras_sgmcmc.validation import positive_integer
 
@@ -159,37 +161,63 @@ class IterateAverages(InGraphCallback):
 
     def wrap(self, step):
         weights = sum(math.prod(v.shape) for v in self._variables)
+        windows = _Windows(self)
 
         def wrapped(data):
             before = tf.convert_to_tensor(self.optimizer.iterations)
-            logs = step(data)
-            complete = compilation.compiled_if_large(self._add, weights)(before)
+            with windows.observing():
+                logs = step(data)
+            number = tf.convert_to_tensor(self.optimizer.iterations)
+            rest = [
+                position for position in range(len(self._mean)) if position not in windows.entered
+            ]
+
+            def enter():
+                for position in rest:
+                    self._enter(position, self._variables[position], number, number > before)
+                return self._count_iterate(number, number > before)
+
+            complete = compilation.compiled_if_large(enter, weights if rest else 0)()
             compilation.conditionally(complete, self._end_window)
             return logs
 
         return wrapped
 
-    def _add(self, before):
-        """Let the iterate enter the mean of its window: m <- m + (theta - m) / k.
+    def _place(self, number, counts):
+        """Where step `number` is in its window, for an update that `counts` or not.
 
-        Returns whether that completes the window.
+        Returns:
+            Whether it is in a window at all, whether it begins one, and the iterates that the mean
+            is of once this one has entered.
         """
-        number = tf.convert_to_tensor(self.optimizer.iterations)
         position = number - self.burn_in
-        counts = (number > before) & (position > 0)
+        counts = counts & (position > 0)
         begins = (position - 1) % self._length == 0
         filled = tf.cast(tf.convert_to_tensor(self._filled), number.dtype)
         # A window that was entered in the middle, by a chain that goes on, stays empty.
         entered = tf.where(begins, tf.ones_like(filled), tf.where(filled > 0, filled + 1, filled))
-        self._filled.assign(tf.cast(tf.where(counts, entered, filled), "int64"))
-        for mean, variable in zip(self._mean, self._variables, strict=True):
-            old, theta = tf.convert_to_tensor(mean), tf.convert_to_tensor(variable)
-            share = tf.cast(1, old.dtype) / tf.cast(tf.maximum(entered, 1), old.dtype)
-            share = tf.where(counts, share, tf.zeros_like(share))
-            # Not by the share alone, for what is left of another window may not be finite.
-            start = tf.where(begins & counts, theta, old)
-            mean.assign(start + share * (theta - start))
-        return counts & (position % self._length == 0) & (entered == self._length)
+        return counts, begins, entered
+
+    def _enter(self, position, variable, number, counts):
+        """Let an iterate enter the mean of its window: m <- m + (theta - m) / k."""
+        counts, begins, entered = self._place(number, counts)
+        mean = self._mean[position]
+        old, theta = tf.convert_to_tensor(mean), tf.convert_to_tensor(variable)
+        share = tf.cast(1, old.dtype) / tf.cast(tf.maximum(entered, 1), old.dtype)
+        share = tf.where(counts, share, tf.zeros_like(share))
+        # Not by the share alone, for what is left of another window may not be finite.
+        start = tf.where(begins & counts, theta, old)
+        mean.assign(start + share * (theta - start))
+
+    def _count_iterate(self, number, counts):
+        """Count an iterate that has entered, and return whether that completes the window."""
+        counts, _, entered = self._place(number, counts)
+        filled = tf.where(
+            counts, entered, tf.cast(tf.convert_to_tensor(self._filled), entered.dtype)
+        )
+        self._filled.assign(tf.cast(filled, "int64"))
+        last = (number - self.burn_in) % self._length == 0
+        return counts & last & (entered == self._length)
 
     def _end_window(self):
         count = tf.convert_to_tensor(self._count)
@@ -375,3 +403,43 @@ class IterateAverages(InGraphCallback):
     @classmethod
     def from_config(cls, config):
         return cls(**config)
+
+
+class _Windows(StepObserver):
+    """Lets the iterates of a sampler enter their means in the program that moves them.
+
+    Attributes:
+        entered: Positions of the variables for which it does.
+    """
+
+    def __init__(self, averages):
+        self._averages, self.entered = averages, set()
+
+    def _positions(self):
+        """Position in the model of each of the optimizer's variables that can enter here."""
+        places = {id(v): position for position, v in enumerate(self._averages._variables)}
+        # Keras applies constraints after the move.
+        return {
+            index: places[id(v)]
+            for index, v in enumerate(self._averages.optimizer._trainable_variables)
+            if id(v) in places and v.constraint is None
+        }
+
+    def observing(self):
+        """A context for the step."""
+        optimizer = self._averages.optimizer
+        if (
+            isinstance(optimizer, Sampler)
+            and optimizer.jit_compile
+            and not compilation.is_distributed()
+        ):
+            return optimizer.observed_by(self)
+        return contextlib.nullcontext()
+
+    def after_move(self, index, variable):
+        position = self._positions().get(index)
+        if position is None:
+            return
+        self.entered.add(position)
+        number = tf.convert_to_tensor(self._averages.optimizer.iterations) + 1
+        self._averages._enter(position, variable, number, True)

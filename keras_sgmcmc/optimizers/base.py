@@ -204,7 +204,7 @@ class Sampler(keras.optimizers.Optimizer):
         if variance is not None:
             noise = self._normal(tuple(variable.shape), variable.dtype, index)
             increment = increment - ops.sqrt(variance) * noise
-        self.displace(index, variable, increment)
+        self._displace(index, variable, increment)
 
     def _law(self, index, variable, gradient, learning_rate, step, metric):
         """The drift g + grad(-log p) / N, the increment without noise, and Q."""
@@ -229,18 +229,14 @@ class Sampler(keras.optimizers.Optimizer):
         del index
         self.assign_sub(variable, increment)
 
+    def _displace(self, index, variable, increment):
+        self.displace(index, variable, increment)
+        for observer in self._observers:
+            observer.after_move(index, variable)
+
     @contextlib.contextmanager
     def observed_by(self, observer):
-        """Show the steps that are traced, or run eagerly, in this context to an observer.
-
-        Args:
-            observer: Has a method `observe(index, variable, law)`, called for every variable when
-                its H is known and before it moves. `law()` gives the tensors (g with the prior's
-                gradient, H g, Q): the last two are None where H is a matrix, and Q is None if no
-                noise is injected. Call it in a branch of the graph, so that it leaves the
-                arithmetic of the move alone. And a method `is_due()`: a bool tensor, whether it
-                wants to see this step, or None for all steps.
-        """
+        """Show the steps that are traced, or run eagerly, in this context to a `StepObserver`."""
         before = self._observers
         # Not tracked: it belongs to whoever observes.
         object.__setattr__(self, "_observers", (*before, observer))
@@ -251,7 +247,7 @@ class Sampler(keras.optimizers.Optimizer):
 
     def _show(self, index, variable, law):
         for observer in self._observers:
-            observer.observe(index, variable, law)
+            observer.before_move(index, variable, law)
 
     def _normal(self, shape, dtype, stream):
         """Standard normals of this step; each stream has its own."""

@@ -351,7 +351,7 @@ class NoiseSampler(Sampler):
                 variable = given[index][1]
                 part = ops.reshape(increment[start:stop], tuple(variable.shape))
                 part = ops.where(ready, ops.cast(part, variable.dtype), warm[index])
-                self.displace(index, variable, part)
+                self._displace(index, variable, part)
             start = stop
 
     def _block_increment(self, position, drift):

@@ -425,9 +425,9 @@ def test_health_under_mixed_precision(policy):
 @pytest.mark.parametrize("cls", [sg.pSGLD, sg.SGFS])
 def test_health_changes_no_bit_of_the_draws_and_is_traced_once(cls, compile_arguments, monkeypatch):
     traced = []
-    observe = ChainHealth.observe
+    observe = ChainHealth.before_move
     monkeypatch.setattr(
-        ChainHealth, "observe", lambda *given: (traced.append(1), observe(*given))[1]
+        ChainHealth, "before_move", lambda *given: (traced.append(1), observe(*given))[1]
     )
 
     def weights(monitor):

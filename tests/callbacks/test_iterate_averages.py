@@ -96,6 +96,94 @@ def test_the_update_of_many_weights_is_compiled(monkeypatch):
     assert_draws(averages, means(make(), 4, 7))
 
 
+def sampler(cls, **arguments):
+    if cls in (sg.ConstantSGD, sg.SGFS):
+        arguments = {"batch_size": BATCH, "warmup_steps": 8, **arguments}
+    else:
+        arguments = {"learning_rate": 0.01, **arguments}
+    return cls(train_size=ROWS, prior=1.0, seed=3, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("make_sampler", "arguments"),
+    [
+        (lambda: sampler(sg.SGLD), {}),
+        (lambda: sampler(sg.pSGLD), {"steps_per_execution": 10}),
+        (lambda: sampler(sg.pSGLD), {"run_eagerly": True}),
+        (lambda: sampler(sg.pSGLD, jit_compile=False), {}),
+        (lambda: sampler(sg.SGLD, gradient_accumulation_steps=2), {}),
+        (lambda: sampler(sg.ConstantSGD, momentum=0.5, max_step=0.05), {}),
+        (lambda: sampler(sg.SGFS, fisher="full"), {}),
+    ],
+    ids=[
+        "SGLD",
+        "fused",
+        "eager",
+        "without XLA",
+        "accumulated",
+        "momentum",
+        "full",
+    ],
+)
+def test_iterates_enter_as_a_sampler_moves_them(make_sampler, arguments, monkeypatch):
+    later = []
+    enter = sg.callbacks.IterateAverages._enter
+
+    def spy(self, position, variable, number, counts):
+        if counts is not True:
+            later.append(position)
+        enter(self, position, variable, number, counts)
+
+    monkeypatch.setattr(sg.callbacks.IterateAverages, "_enter", spy)
+    averages = sg.callbacks.IterateAverages(burn_in=3, window=4)
+    noise = [sg.callbacks.GradientNoise()] if "full" in str(make_sampler().get_config()) else []
+    model, plain, iterates = make(make_sampler(), **arguments), make(make_sampler()), Iterates()
+    fit(model, data(), averages, *noise)
+    fit(plain, data(), iterates, *noise)
+    if arguments:
+        plain = make(make_sampler(), **arguments)
+        fit(plain, data(), sg.callbacks.ChainMonitor(), *noise)  # which lets steps be fused
+    for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)  # the moves are what they were, bit for bit
+    each = plain.optimizer.gradient_accumulation_steps or 1
+    moves = iterates.values[each - 1 :: each]
+    expected = [
+        [np.mean(parts, axis=0) for parts in zip(*moves[start : start + 4], strict=True)]
+        for start in range(3, len(moves) - 3, 4)
+    ]
+    assert_draws(averages, expected)
+    assert bool(later) == (not model.optimizer.jit_compile)
+
+
+@pytest.mark.usefixtures("without_xla")
+def test_iterates_that_a_sampler_does_not_move_enter_too(monkeypatch):
+    """A constraint acts after the move; what the loss does not depend on has no gradient."""
+
+    class Idle(layers.Layer):
+        def build(self, shape):
+            self.idle = self.add_weight(shape=(2,), initializer="ones", name="idle")
+
+        def call(self, x):
+            return x
+
+    keras.utils.set_random_seed(1)
+    constraint = keras.constraints.UnitNorm()
+    model = keras.Sequential(
+        [keras.Input((3,)), layers.Dense(4, kernel_constraint=constraint), Idle(), layers.Dense(1)]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = sampler(sg.SGLD)
+        model.compile(optimizer=optimizer, loss=sg.GaussianNegativeLogLikelihood(0.5))
+        averages, iterates = sg.callbacks.IterateAverages(burn_in=0, window=4), Iterates()
+        fit(model, data(), averages, iterates, epochs=1)
+    means = [
+        [np.mean(parts, axis=0) for parts in zip(*iterates.values[i : i + 4], strict=True)]
+        for i in range(0, 20, 4)
+    ]
+    assert_draws(averages, means)
+
+
 def test_the_window_is_a_pass_over_the_data():
     averages = sg.callbacks.IterateAverages(burn_in=0)
     optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=2)
