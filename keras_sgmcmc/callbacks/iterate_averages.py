@@ -13,7 +13,7 @@ from keras_sgmcmc import compilation, stability, storage
 from keras_sgmcmc.callbacks.chain_monitor import DivergenceError, same_variables
 from keras_sgmcmc.callbacks.in_graph_callback import InGraphCallback
 from keras_sgmcmc.callbacks.posterior_samples import read_only_copy
-from keras_sgmcmc.callbacks.step_callback import current_step, execution_block
+from keras_sgmcmc.callbacks.step_callback import StepCount, execution_block
 from keras_sgmcmc.noise_covariance import statistic
 from keras_sgmcmc.optimizers.base import Sampler
 from keras_sgmcmc.optimizers.observer import StepObserver
@@ -250,27 +250,28 @@ class IterateAverages(InGraphCallback):
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
-        self._begun, self._next, self._first = False, 0, None
+        self._begun, self._next, self._steps_made = False, 0, None
 
     def on_train_batch_begin(self, batch, logs=None):
-        if self._first is None:
-            self._first = current_step(self.optimizer)
+        if self._steps_made is None:
+            self._steps_made = StepCount(self.model)
+            self._first = self._steps_made.value
 
     def on_train_batch_end(self, batch, logs=None):
         if self._length is None:
             return
-        step = current_step(self.optimizer)
+        self._steps_made.advance()
         if not self._begun:
             self._begun = True
             if self.directory is not None:
                 self._open_store(self._first)
             self._announce()
-        if step >= self._next:
+        if self._steps_made.has_reached(self._next):
             self._collect()
-            windows = max(0, step - self.burn_in) // self._length
+            windows = max(0, self._steps_made.value - self.burn_in) // self._length
             self._next = self.burn_in + (windows + 1) * self._length
         if logs is not None:
-            self._log(logs, step)
+            self._log(logs, self._steps_made.most)
 
     def on_epoch_end(self, epoch, logs=None):
         if self._length is not None:
@@ -278,7 +279,7 @@ class IterateAverages(InGraphCallback):
             if self._store is not None:
                 self._store.write_manifest()
             if logs is not None:
-                self._log(logs, current_step(self.optimizer))
+                self._log(logs, self._steps_made.value)
 
     def _log(self, logs, step):
         logs["draws"] = len(self._draws)

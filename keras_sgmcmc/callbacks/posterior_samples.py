@@ -254,18 +254,19 @@ class PosteriorSamples(ChainMonitor):
             self._coarsening_checked = True
             if not self._run.fuses:
                 self.warn_if_coarsened("thinning", self._interval)
-        self._log(logs)
+        self._log(logs, self._count.most)
 
     def on_epoch_end(self, epoch, logs=None):
         super().on_epoch_end(epoch, logs)
-        self._log(logs)
+        if self.begun:
+            self._log(logs, self.step)
         if self._store is not None:
             self._store.write_manifest(self._seconds())
 
-    def _log(self, logs):
-        if logs is not None and self.begun:
+    def _log(self, logs, step):
+        if logs is not None:
             logs["draws"] = len(self._draws)
-            logs["burn_in_left"] = max(0, self.burn_in - self.step)
+            logs["burn_in_left"] = max(0, self.burn_in - step)
 
     def _warn_if_frozen_moved(self):
         known = {id(variable) for variable in self.optimizer._trainable_variables}

@@ -10,7 +10,7 @@ from keras import tree
 
 from keras_sgmcmc import compilation
 from keras_sgmcmc.callbacks.in_graph_callback import InGraphCallback
-from keras_sgmcmc.callbacks.step_callback import current_step, execution_block
+from keras_sgmcmc.callbacks.step_callback import StepCount, execution_block
 from keras_sgmcmc.likelihoods import align
 from keras_sgmcmc.losses import GaussianNegativeLogLikelihood
 from keras_sgmcmc.noise_covariance import statistic
@@ -275,13 +275,14 @@ class PriorPrecisionEM(InGraphCallback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._first is None:
-            self._first = max(0, current_step(self.optimizer) - self.start) // self.every
-            self._updates = self._first
+            self._count = StepCount(self.model)
+            self._first = self._updates = self._updates_made()
 
     def on_train_batch_end(self, batch, logs=None):
         if self._learned is None:
             return
-        if current_step(self.optimizer) >= self._next:
+        self._count.advance()
+        if self._count.has_reached(self._next):
             self._collect()
         if logs is not None:
             logs.update(self._logs)
@@ -295,9 +296,12 @@ class PriorPrecisionEM(InGraphCallback):
         if self._learned is not None:
             self._warn_of_travel()
 
+    def _updates_made(self):
+        return max(0, self._count.value - self.start) // self.every
+
     def _collect(self):
         """Fetch the updates that were made."""
-        updates = max(0, current_step(self.optimizer) - self.start) // self.every
+        updates = self._updates_made()
         slots = [number % self._slots for number in range(self._updates, updates)]
         numbers = range(self._updates + 1, updates + 1)
         self._steps += [self.start + self.every * number for number in numbers]

@@ -17,16 +17,39 @@ def base_optimizer(model):
     return optimizer
 
 
-def current_step(optimizer):
-    """The value of `optimizer.iterations`."""
-    # Read after every batch: `keras.ops.convert_to_numpy` takes twice as long.
-    return int(optimizer.iterations.numpy())
-
-
 def execution_block(model):
     """Most updates that run between two calls of a callback."""
     accumulated = base_optimizer(model).gradient_accumulation_steps or 1
     return -(-model.steps_per_execution // accumulated)
+
+
+class StepCount:
+    """The count of a model's updates, `optimizer.iterations`, read only when it may matter.
+
+    To read a variable between two batches costs as much as all else that a callback does there.
+    """
+
+    def __init__(self, model):
+        self._optimizer, self._block = base_optimizer(model), execution_block(model)
+        self._read()
+
+    def _read(self):
+        self._value = self.most = int(self._optimizer.iterations.numpy())
+
+    def advance(self):
+        """Note that batches were trained on, at most those between two calls of a callback."""
+        self.most += self._block
+
+    @property
+    def value(self):
+        """The count now."""
+        if self.most != self._value:
+            self._read()
+        return self._value
+
+    def has_reached(self, step):
+        """Whether `value` is `step` or more."""
+        return self.most >= step and self.value >= step
 
 
 class StepCallback(keras.callbacks.Callback):
@@ -35,12 +58,11 @@ class StepCallback(keras.callbacks.Callback):
     Batch indices say little: under `steps_per_execution` they jump, under gradient accumulation
     they outrun the updates, and a step that loss scaling skips moves no weight. The one count is
     `optimizer.iterations`, which is first read at the first batch, because `BackupAndRestore`
-    restores it when training begins, and then after every batch.
+    restores it when training begins, and then when a step may be due.
 
     Subclasses implement `begin`, `next_due` and `on_due`.
 
     Attributes:
-        step: The value of `optimizer.iterations` now.
         begun: Whether `begin` was called in this fit.
     """
 
@@ -66,6 +88,11 @@ class StepCallback(keras.callbacks.Callback):
     @property
     def optimizer(self):
         return base_optimizer(self.model)
+
+    @property
+    def step(self):
+        """The value of `optimizer.iterations` now."""
+        return self._count.value
 
     def exact_step(self):
         """The next step at which fused steps must stop for this callback; None for none.
@@ -96,7 +123,7 @@ class StepCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self.begun = False
-        self._first_epoch = self._first_step = None
+        self._first_epoch = self._first_step = self._count = None
         base_optimizer(self.model)
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -105,7 +132,8 @@ class StepCallback(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._first_step is None:
-            self._first_step = self.step = current_step(self.optimizer)
+            self._count = StepCount(self.model)
+            self._first_step = self.step
             self.begin_if_built()
 
     def begin_if_built(self):
@@ -120,8 +148,8 @@ class StepCallback(keras.callbacks.Callback):
 
     def arrive(self, logs=None):
         """Act if a step at which to act has come."""
-        self.step = current_step(self.optimizer)
-        if self.step >= self._due:
+        self._count.advance()
+        if self._count.has_reached(self._due):
             self.on_due(logs)
             self._due = self.next_due()
 

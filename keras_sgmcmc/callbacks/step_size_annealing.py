@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_sgmcmc import compilation
-from keras_sgmcmc.callbacks.step_callback import base_optimizer, current_step, execution_block
+from keras_sgmcmc.callbacks.step_callback import base_optimizer, execution_block
 
 
 @keras.saving.register_keras_serializable(package="keras_sgmcmc")
@@ -71,7 +71,7 @@ class StepSizeAnnealing(keras.callbacks.Callback):
             return value
 
         def call_function():
-            step = current_step(optimizer)
+            step = int(optimizer.iterations.numpy())
             value = float(schedule(step))
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(
