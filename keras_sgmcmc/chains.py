@@ -1,9 +1,14 @@
 """Several chains of one model."""
 
+import contextlib
 import os
 import pathlib
+import queue
+import threading
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import keras
+import tensorflow as tf
 
 from keras_sgmcmc import random
 from keras_sgmcmc.callbacks.backup_and_restore import BackupAndRestore
@@ -25,9 +30,13 @@ def sample_chains(
     directory=None,
     seed=None,
     callbacks=None,
+    devices=None,
     verbose="auto",
 ):
-    """Sample several chains one after the other, and merge their draws.
+    """Sample several chains, and merge their draws.
+
+    Chains run one after the other, or, where there are several devices, one on each at a time, in
+    threads of this process. That changes no draw.
 
     Chain k has the seed `seed + k`: for the initial weights that `build_model` draws, for the
     sampler's noise (whatever seed it was given: two samplers of one config have the same noise),
@@ -50,14 +59,19 @@ def sample_chains(
         seed: Integer. Defaults to None: drawn.
         callbacks: Function of the chain's number that returns a list of new callbacks, such as
             `GradientNoise`. Defaults to None.
-        verbose: As for `fit`; 0 prints nothing.
+        devices: Names of the devices to run on, such as `["GPU:0", "GPU:1"]`; one that is named
+            twice runs two chains at a time, for which small models on a processor of several cores
+            leave room. Defaults to None: all GPUs (or TPU cores) if there are several, and else one
+            chain at a time where TensorFlow puts it.
+        verbose: As for `fit`; 0 prints nothing. Of chains that run at a time one bar shows the
+            epochs of all.
 
     Returns:
         A `Posterior` of all draws, on the model of the first chain; `chain_ids` tells them apart.
 
     Raises:
         ValueError: If an argument is out of range, or `build_model` returns the same model twice,
-            or one that is not compiled with a sampler.
+            or one that is not compiled with a sampler, or, for several devices, not built.
 
     Example:
 
@@ -68,42 +82,134 @@ def sample_chains(
     """
     chains = positive_integer("chains", chains)
     seed = random.as_seed(seed)
-    verbosity = {} if verbose == "auto" else {"verbose": verbose}
-    posteriors = []
-    for number in range(chains):
+    devices = _devices(devices)[:chains]
+    parallel = len(devices) > 1
+    lock, stop, free, models = threading.Lock(), threading.Event(), queue.SimpleQueue(), []
+    for device in devices:
+        free.put(device)
+    shown = {} if verbose == "auto" else {"verbose": verbose}
+    bar = None
+    if parallel:
+        shown = {"verbose": 0}
+        bar = keras.utils.Progbar(chains * epochs, verbose=int(verbose != 0), unit_name="epoch")
+
+    def build(number):
         chain_seed = (seed + number) % 2**32
         keras.utils.set_random_seed(chain_seed)
         model = build_model()
-        optimizer = _sampler(model)
-        if any(model is posterior.model for posterior in posteriors):
+        if any(model is other for other in models):
             raise ValueError(
                 "`build_model` should return a new model each time it is called. Received: the "
                 "same model again"
             )
-        optimizer.reseed(chain_seed)
-        samples = PosteriorSamples(burn_in, thinning, directory=directory)
-        attached = [samples, *(callbacks(number) if callbacks else [])]
+        if parallel and not model.built:
+            raise ValueError(
+                "`build_model` should return a built model where chains run at a time, or the "
+                "first batch would draw its weights: give its inputs' shape, or call it once. "
+                f"Received: {model!r}, devices={devices}"
+            )
+        _sampler(model).reseed(chain_seed)
+        models.append(model)
+        return model, chain_seed
+
+    def run(number):
+        device = free.get()
+        try:
+            return run_on(device, number)
+        except BaseException:
+            stop.set()
+            raise
+        finally:
+            free.put(device)
+
+    def run_on(device, number):
+        if stop.is_set():
+            return None
+        with contextlib.nullcontext() if device is None else tf.device(device):
+            with lock:  # what is drawn to build a model comes from one state of the process
+                model, chain_seed = build(number)
+            samples = PosteriorSamples(burn_in, thinning, directory=directory)
+            attached = [samples, *(callbacks(number) if callbacks else [])]
+            if directory is not None:
+                backup = pathlib.Path(directory) / f"backup-{chain_seed}"
+                attached.insert(0, BackupAndRestore(backup, delete_checkpoint=False))
+            if bar is not None:
+                attached.append(_OneOfSeveral(bar, lock, stop))
+            elif verbose:
+                print(f"chain {number + 1} of {chains}, seed {chain_seed}")
+            model.fit(
+                data.reseeded(chain_seed) if isinstance(data, Minibatches) else data(chain_seed),
+                epochs=epochs,
+                callbacks=attached,
+                shuffle=False,
+                **shown,
+            )
         if directory is not None:
-            backup = pathlib.Path(directory) / f"backup-{chain_seed}"
-            attached.insert(0, BackupAndRestore(backup, delete_checkpoint=False))
-        if verbose:
-            print(f"chain {number + 1} of {chains}, seed {chain_seed}")
-        model.fit(
-            data.reseeded(chain_seed) if isinstance(data, Minibatches) else data(chain_seed),
-            epochs=epochs,
-            callbacks=attached,
-            shuffle=False,
-            **verbosity,
-        )
-        if directory is not None:
-            path = os.path.join(directory, f"chain-{chain_seed}")
-            posteriors.append(Posterior.load(path, model))
-        else:
-            posteriors.append(samples.posterior)
+            return Posterior.load(os.path.join(directory, f"chain-{chain_seed}"), model)
+        return samples.posterior
+
+    if parallel:
+        posteriors = _at_a_time(run, chains, len(devices), stop)
+    else:
+        posteriors = [run(number) for number in range(chains)]
     merged = Posterior.concatenate(posteriors)
     if verbose:
         print(_report(merged, chains))
     return merged
+
+
+def _at_a_time(run, chains, threads, stop):
+    """What `run(number)` returns, in order; the first error, or an interrupt, stops all chains."""
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(run, number) for number in range(chains)]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        except BaseException:
+            stop.set()
+            raise
+        return [future.result() for future in futures]
+
+
+class _OneOfSeveral(keras.callbacks.Callback):
+    """Shows the epochs of a chain in the bar of all, and ends it when another has failed."""
+
+    def __init__(self, bar, lock, stop):
+        super().__init__()
+        self._bar, self._lock, self._stop, self._seen = bar, lock, stop, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._stop.is_set():
+            self.model.stop_training = True
+
+    def _show(self, epochs):
+        with self._lock:
+            self._bar.add(epochs - self._seen)
+            self._seen = epochs
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._show(epoch + 1)
+
+    def on_train_end(self, logs=None):
+        if not self._stop.is_set():
+            self._show(self.params["epochs"])
+
+
+def _devices(names):
+    """Names of logical devices; a name of None leaves the choice to TensorFlow."""
+    if names is None:
+        for kind in ("GPU", "TPU"):
+            found = [device.name for device in tf.config.list_logical_devices(kind)]
+            if len(found) > 1:
+                return found
+        return [None]
+    known = [device.name for device in tf.config.list_logical_devices()]
+    wanted = [f"/device:{str(name).removeprefix('/device:')}" for name in names]
+    if not wanted or not set(wanted) <= set(known):
+        short = [name.removeprefix("/device:") for name in known]
+        raise ValueError(f"`devices` should be a list of some of {short}. Received: {names!r}")
+    return wanted
 
 
 def _sampler(model):

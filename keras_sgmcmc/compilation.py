@@ -50,6 +50,11 @@ def is_eager():
     return tf.executing_eagerly()
 
 
+def after(tensors):
+    """A context whose operations run after, and only with, those that give the tensors."""
+    return tf.control_dependencies(tensors)
+
+
 def traced(function):
     """`function` as a graph that is traced once."""
     return tf.function(function, autograph=False)

@@ -1,6 +1,7 @@
 """Posterior: its draws, and what they predict together. The oracles are NumPy and SciPy."""
 
 import gc
+import tracemalloc
 
 import keras
 import numpy as np
@@ -298,6 +299,34 @@ def test_repeated_calls_hold_no_memory():
         gc.collect()
         counts.append(sum(isinstance(o, (tf.Graph, keras.Variable)) for o in gc.get_objects()))
     assert counts[-1] == counts[1]
+
+
+def test_memory_does_not_grow_with_the_draws():
+    """Nor from call to call: a stack of what all draws say would take 9.6 MB."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(loss="mse")
+    draws = [[normal(1, 1, seed=s), normal(1, seed=s)] for s in range(60)]
+    posterior, x = Posterior(model, model.weights, draws, range(60)), normal(20_000, 1)
+    y = np.zeros((20_000, 1), "float32")
+
+    def use():
+        posterior.predict(x, batch_size=20_000, verbose=0)
+        posterior.predict_moments(x, batch_size=20_000, verbose=0)
+        posterior.log_predictive_density(x, y, batch_size=20_000, verbose=0)
+
+    use()
+    tracemalloc.start()
+    try:
+        sizes = []
+        for _ in range(3):
+            use()
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 3e6
+    assert sizes[2] - sizes[0] < 1e5
 
 
 def test_frozen_layers_take_the_value_they_had():
@@ -627,7 +656,9 @@ def test_draws_by_path():
 def test_no_memory_is_shared():
     # Case 40.
     model = mlp(optimizer=keras.optimizers.SGD(0.5))
-    views = [np.asarray(v.value) for v in model.weights]
+    views = [np.asarray(v.value.read_value()) for v in model.weights]
+    again = np.asarray(model.weights[0].value.read_value())
+    assert np.shares_memory(views[0], again)  # they are what the model trains, and no copies
     mine = [np.zeros(v.shape, "float32") for v in model.weights]
     posterior = Posterior(model, model.weights, [views, mine], steps=[1, 2])
     before = posterior[0]

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_sgmcmc import compilation, stability, storage
 from keras_sgmcmc.callbacks.chain_monitor import DivergenceError, same_variables
 from keras_sgmcmc.callbacks.in_graph_callback import InGraphCallback
-from keras_sgmcmc.callbacks.posterior_samples import read_only_copy
+from keras_sgmcmc.callbacks.posterior_samples import read_only_copy, readable_bytes
 from keras_sgmcmc.callbacks.step_callback import StepCount, execution_block
 from keras_sgmcmc.noise_covariance import statistic
 from keras_sgmcmc.optimizers.base import Sampler
@@ -287,22 +287,25 @@ class IterateAverages(InGraphCallback):
 
     def _announce(self):
         size = sum(math.prod(m.shape) * tf.as_dtype(m.dtype).size for m in self._mean)
-        _logger.info(
-            "IterateAverages: means of %d steps, from step %d on, %d bytes each",
-            self._length,
-            self.burn_in + 1,
-            size,
+        message = (
+            f"IterateAverages: means of {self._length} steps, from step {self.burn_in + 1} on, of "
+            f"{readable_bytes(size)}"
         )
         steps, epochs = self.params.get("steps"), self.params.get("epochs")
         if steps and epochs and not self._draws:
             updates = steps * epochs // (self.optimizer.gradient_accumulation_steps or 1)
             last = self._first + updates
-            if last < self.burn_in + self._length:
+            count = max(0, last - self.burn_in) // self._length
+            if count == 0:
                 raise ValueError(
                     f"No window can be completed: training ends at step {last}, and with "
                     f"`burn_in={self.burn_in}` and windows of {self._length} steps the first ends "
                     f"at step {self.burn_in + self._length}. Train longer or reduce them."
                 )
+            count = min(count, self.max_samples or count)
+            place = "in memory" if self.directory is None else f"in {self.directory}"
+            message += f", at most {count} of them ({readable_bytes(count * size)}) {place}"
+        _logger.info(message)
 
     def _collect(self):
         """Fetch the windows that have ended."""

@@ -170,8 +170,8 @@ class PosteriorSamples(ChainMonitor):
                 self._interval *= -(-possible // self.max_samples)
         size = sum(read_only_copy(variable).nbytes for variable in self._variables)
         message = (
-            f"PosteriorSamples: draws of {_readable(size)} at step {self._draw_after(self.step)} "
-            f"and every {self._interval} from there"
+            f"PosteriorSamples: draws of {readable_bytes(size)} at step "
+            f"{self._draw_after(self.step)} and every {self._interval} from there"
         )
         if last is not None or self.max_samples is not None:
             count = self.max_samples
@@ -179,7 +179,7 @@ class PosteriorSamples(ChainMonitor):
                 count = len(self._draws) + self._draws_until(last)
                 count = min(count, self.max_samples or count)
             place = "in memory" if self.directory is None else f"in {self.directory}"
-            message += f", at most {count} draws ({_readable(count * size)}) {place}"
+            message += f", at most {count} draws ({readable_bytes(count * size)}) {place}"
         if self.params.get("verbose") and keras.config.is_interactive_logging_enabled():
             print(message)
         else:
@@ -316,7 +316,8 @@ def _drawn_variables(model):
     return [*model.trainable_weights, *state]
 
 
-def _readable(size):
+def readable_bytes(size):
+    """A number of bytes for people."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.3g} {unit}"

@@ -1,5 +1,6 @@
 """What the callbacks share: they act at true optimizer steps, however Keras groups batches."""
 
+import math
 import warnings
 
 import keras
@@ -27,10 +28,14 @@ class StepCount:
     """The count of a model's updates, `optimizer.iterations`, read only when it may matter.
 
     To read a variable between two batches costs as much as all else that a callback does there.
+    What another callback does by `train_on_batch` is noticed at the next reading.
     """
 
     def __init__(self, model):
         self._optimizer, self._block = base_optimizer(model), execution_block(model)
+        # A step of the user's own may update several times.
+        if type(model).train_step is not keras.Model.train_step:
+            self._block = math.inf
         self._read()
 
     def _read(self):

@@ -285,8 +285,13 @@ class Sampler(keras.optimizers.Optimizer):
             trainable_variables = self._trainable_variables
         self.prepare()
         curvature = self.curvature(grads, trainable_variables)
-        if not self.jit_compile or compilation.is_distributed():
+        if compilation.is_distributed():
             self._apply(grads, trainable_variables, curvature, self._observers)
+            return
+        if not self.jit_compile:
+            # Or a step that finds no data any more would still be counted.
+            with compilation.after(grads):
+                self._apply(grads, trainable_variables, curvature, self._observers)
             return
         indices = tuple(self._get_variable_index(variable) for variable in trainable_variables)
 

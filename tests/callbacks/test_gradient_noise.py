@@ -103,6 +103,36 @@ def test_sample_weights_multiply_gradients():
     assert_close(variances(noise), exact(gradients))
 
 
+@pytest.mark.parametrize("name", ["two_outputs", "shared_layer"])
+def test_structures_of_data(name):
+    model, x, y = make(name)
+    gradients = zoo.loop(model, x, y)
+    noise = GradientNoise()
+    fit(model, x, y, noise)
+    assert_close(variances(noise), exact(gradients))
+
+
+def test_a_generator_loses_no_batch():
+    """Case 38: what the callback needs to know of the data is not had by taking some."""
+    sampler = sg.SGLD(STILL, train_size=12, temperature=0, jit_compile=False)
+    model, x, y = make(optimizer=sampler)
+    gradients = zoo.loop(model, x, y)
+    taken = []
+
+    def batches():
+        for start in range(0, 12, 4):
+            taken.append(start)
+            yield x[start : start + 4], y[start : start + 4]
+
+    noise = GradientNoise()
+    fit(model, batches(), None, noise, batch_size=None)
+    assert taken == [0, 4, 8]
+    assert int(model.optimizer.iterations) == 3
+    assert noise.examples == 12
+    within = np.mean([exact(gradients[start : start + 4]) for start in taken], axis=0)
+    assert_close(variances(noise), within)
+
+
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", ["dense"])
 def test_mixed_precision(name, policy):

@@ -1,5 +1,6 @@
 """Iterate averages: means of plain lists of iterates in every mode, and their law."""
 
+import logging
 import warnings
 
 import keras
@@ -214,6 +215,14 @@ def test_a_cap_keeps_every_second_window():
     averages = sg.callbacks.IterateAverages(burn_in=0, window=3, max_samples=4)
     fit(make(), data(), averages)  # 13 windows
     assert list(averages.posterior.steps) == [3, 15, 27, 39]
+
+
+@pytest.mark.usefixtures("without_xla")
+def test_number_and_memory_of_what_is_to_come_are_logged(caplog):
+    caplog.set_level(logging.INFO, "keras_sgmcmc")
+    fit(make(), data(), sg.callbacks.IterateAverages(burn_in=5, window=10, max_samples=2))
+    message = "means of 10 steps, from step 6 on, of 84 B, at most 2 of them (168 B) in memory"
+    assert message in caplog.text
 
 
 @pytest.mark.usefixtures("without_xla")

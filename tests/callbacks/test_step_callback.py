@@ -87,6 +87,21 @@ def test_gradient_accumulation_counts_updates():
     np.testing.assert_allclose(recorder.updates, recorder.steps, rtol=1e-5)
 
 
+def test_a_step_of_the_users_own_that_updates_twice():
+    class Twice(keras.Sequential):
+        def train_step(self, data):
+            super().train_step(data)
+            return super().train_step(data)
+
+    model = Twice(counting_model().layers)
+    sampler = sg.SGLD(1.0, temperature=0, jit_compile=False)
+    model.compile(sampler, first_output)
+    recorder, samples = Recorder(2), sg.callbacks.PosteriorSamples(0, 4)
+    fit(model, recorder, samples)
+    assert recorder.steps == recorder.updates == list(range(2, 21, 2))
+    assert list(samples.posterior.steps) == [4, 8, 12, 16, 20]
+
+
 def test_a_step_that_loss_scaling_skips_does_not_count():
     optimizer = keras.optimizers.LossScaleOptimizer(
         sg.SGLD(1.0, temperature=0, jit_compile=False), initial_scale=2.0**127
