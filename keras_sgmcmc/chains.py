@@ -17,6 +17,7 @@ from keras_sgmcmc.data import Minibatches
 from keras_sgmcmc.optimizers.base import Sampler
 from keras_sgmcmc.posterior import Posterior
 from keras_sgmcmc.validation import positive_integer
+from keras_sgmcmc.vectorized_chains import StackedChains
 
 
 def sample_chains(
@@ -31,6 +32,7 @@ def sample_chains(
     seed=None,
     callbacks=None,
     devices=None,
+    vectorized=False,
     verbose="auto",
 ):
     """Sample several chains, and merge their draws.
@@ -63,6 +65,11 @@ def sample_chains(
             twice runs two chains at a time, for which small models on a processor of several cores
             leave room. Defaults to None: all GPUs (or TPU cores) if there are several, and else one
             chain at a time where TensorFlow puts it.
+        vectorized: Whether all chains are one program that moves their stacked weights, each on
+            batches of its own: on a GPU, or of small models. For SGLD and pSGLD, models without a
+            state (statistics of batches, dropout), and `minibatches`; draws stay in memory.
+            `callbacks` is called once, with 0, and what it returns sees all chains as one model.
+            The noise is not that of the chains one by one. Defaults to False.
         verbose: As for `fit`; 0 prints nothing. Of chains that run at a time one bar shows the
             epochs of all.
 
@@ -71,7 +78,8 @@ def sample_chains(
 
     Raises:
         ValueError: If an argument is out of range, or `build_model` returns the same model twice,
-            or one that is not compiled with a sampler, or, for several devices, not built.
+            or one that is not compiled with a sampler, or, for several devices, not built; with
+            `vectorized=True`, if the sampler, the model or the data are not of the kinds above.
 
     Example:
 
@@ -82,6 +90,14 @@ def sample_chains(
     """
     chains = positive_integer("chains", chains)
     seed = random.as_seed(seed)
+    if vectorized:
+        given = {"directory": directory, "devices": devices}
+        merged = _vectorized(
+            build_model, data, chains, burn_in, thinning, epochs, seed, callbacks, verbose, given
+        )
+        if verbose:
+            print(_report(merged, chains))
+        return merged
     devices = _devices(devices)[:chains]
     parallel = len(devices) > 1
     lock, stop, free, models = threading.Lock(), threading.Event(), queue.SimpleQueue(), []
@@ -156,6 +172,42 @@ def sample_chains(
     if verbose:
         print(_report(merged, chains))
     return merged
+
+
+def _vectorized(
+    build_model, data, chains, burn_in, thinning, epochs, seed, callbacks, verbose, given
+):
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"`{name}` is not available with `vectorized=True`, whose chains are one program "
+                f"with its draws in memory (`Posterior.save` stores them). Received: {name}={value}"
+            )
+    if not isinstance(data, Minibatches):
+        raise ValueError(
+            "`vectorized=True` needs `minibatches`, of which every chain gets its own. "
+            f"Received: data={data!r}"
+        )
+    models = []
+    for number in range(chains):
+        keras.utils.set_random_seed((seed + number) % 2**32)
+        models.append(build_model())
+        _sampler(models[-1])
+    if len(set(map(id, models))) < chains:
+        raise ValueError(
+            "`build_model` should return a new model each time it is called. Received: the same "
+            "model again"
+        )
+    stacked = StackedChains(models, seed)
+    samples = PosteriorSamples(burn_in, thinning)
+    stacked.fit(
+        data.reseeded(seed, chains * data.batch_size),
+        epochs=epochs,
+        callbacks=[samples, *(callbacks(0) if callbacks else [])],
+        shuffle=False,
+        **({} if verbose == "auto" else {"verbose": verbose}),
+    )
+    return stacked.posterior(samples.posterior)
 
 
 def _at_a_time(run, chains, threads, stop):

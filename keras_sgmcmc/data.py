@@ -178,12 +178,12 @@ class Minibatches(tf.data.Dataset):
             )[:, : self.batch_size]
             return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), self._tensors)
 
-    def reseeded(self, seed):
-        """The same data from its first batch on, drawn by another seed."""
+    def reseeded(self, seed, batch_size=None):
+        """The same data from its first batch on, drawn by another seed, and in other batches."""
         return Minibatches(
             self._tensors,
             train_size=self.train_size,
-            batch_size=self.batch_size,
+            batch_size=batch_size or self.batch_size,
             seed=positive_integer("seed", seed, minimum=0),
             steps=self.steps,
             position=0,

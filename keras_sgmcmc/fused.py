@@ -42,7 +42,7 @@ def reason_against(model, source, iterator):
     if slow:
         return f"on a CPU a loop inside XLA makes {slow} slow"
     weights = sum(math.prod(variable.shape) for variable in model.trainable_variables)
-    if 6 * source.batch_size * weights > _CPU_OPERATIONS:
+    if source.batch_size * getattr(model, "operations_a_row", 6 * weights) > _CPU_OPERATIONS:
         return "on a CPU a loop inside XLA makes large products slow"
     return None
 
