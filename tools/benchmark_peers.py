@@ -1,11 +1,13 @@
 """Time of a step through `fit`, beside BlackJAX and plain Keras, in one process and in turns.
 
     python -m pip install ".[bench]"
-    python tools/benchmark_peers.py [logistic] [mlp] [cnn] [--repeats 15] [--json FILE]
+    python tools/benchmark_peers.py [logistic] [chains] [mlp] [cnn] [--repeats 15] [--json FILE]
 
 logistic: logistic regression, N = 10,000, D = 50, batches of 500 drawn with replacement: `fit` with
 `steps_per_execution=100`, plain `fit` on arrays, and BlackJAX's SGLD in a scan of 100 steps, with
 its batches drawn and gathered within the scan, or gathered before it.
+chains: the same, 4 to 64 chains in one program (`sample_chains(vectorized=True)`); the least time
+is that of one chain.
 mlp: MLP 784-400-400-10, batch 100: SGLD, pSGLD and Keras' RMSprop through `fit`, with XLA around
 the whole step and without; BlackJAX's SGLD step by step and in a scan.
 cnn: a small CNN, batch 100, the same samplers without a peer, fused and unfused asked for alike.
@@ -28,6 +30,7 @@ import keras
 import numpy as np
 
 import keras_sgmcmc as sg
+from keras_sgmcmc.vectorized_chains import StackedChains
 
 
 def medians(variants, repeats):
@@ -109,18 +112,27 @@ def fitted(model, *data, callbacks=(), **arguments):
     return run
 
 
-def logistic(args):
-    N, D, S, steps = 10_000, 50, 500, args.steps or 5000
+def binary_data(N, D):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((N, D)).astype("float32")
     y = (x @ rng.standard_normal(D) + rng.logistic(size=N) > 0).astype("float32")[:, None]
+    return x, y
+
+
+def logistic_regression(N, D, **arguments):
+    model = keras.Sequential([keras.Input((D,)), keras.layers.Dense(1)])
+    sampler = sg.SGLD(1e-2, train_size=N, prior=1.0, seed=1)
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    model.compile(sampler, loss, **arguments)
+    return model
+
+
+def logistic(args):
+    N, D, S, steps = 10_000, 50, 500, args.steps or 5000
+    x, y = binary_data(N, D)
 
     def model(**arguments):
-        made = keras.Sequential([keras.Input((D,)), keras.layers.Dense(1)])
-        sampler = sg.SGLD(1e-2, train_size=N, prior=1.0, seed=1)
-        loss = keras.losses.BinaryCrossentropy(from_logits=True)
-        made.compile(sampler, loss, **arguments)
-        return made
+        return logistic_regression(N, D, **arguments)
 
     data = sg.minibatches(x, y, S, seed=1, steps=steps)
     monitor = [sg.callbacks.ChainMonitor()]
@@ -142,6 +154,24 @@ def logistic(args):
     )
     return table(
         "logistic regression", medians(variants, args.repeats), (6 * S * D, 4 * S * (2 * D + 4))
+    )
+
+
+def chains(args):
+    N, D, S, steps = 10_000, 50, 500, args.steps or 2000
+    x, y = binary_data(N, D)
+    variants = {}
+    for count in (1, 4, 16, 64):
+        models = [logistic_regression(N, D, steps_per_execution=100) for _ in range(count)]
+        model = models[0] if count == 1 else StackedChains(models, seed=1)
+        data = sg.minibatches(x, y, count * S, seed=1, steps=max(200, steps // count))
+        monitor = [sg.callbacks.ChainMonitor()]
+        name = "1 chain" if count == 1 else f"{count} chains, vectorized"
+        variants[name] = fitted(model, data, callbacks=monitor, shuffle=False)
+    return table(
+        "chains of the logistic regression",
+        medians(variants, args.repeats),
+        (6 * S * D, 4 * S * (2 * D + 4)),
     )
 
 
@@ -301,7 +331,7 @@ def blackjax_sgld(position, log_likelihood, data, batch_size, steps):
     }
 
 
-MODELS = {"logistic": logistic, "mlp": mlp, "cnn": cnn}
+MODELS = {"logistic": logistic, "chains": chains, "mlp": mlp, "cnn": cnn}
 
 
 def main():
