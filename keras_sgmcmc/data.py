@@ -203,6 +203,10 @@ class Minibatches(tf.data.Dataset):
         """Move to a position that nobody chose: not `positioned` by it."""
         self._position.assign(position)
 
+    def skip(self, count):
+        """Count batches as consumed that no iterator of this dataset has brought."""
+        self._position.assign_add(count, read_value=False)
+
     @property
     def element_spec(self):
         return self._batches.element_spec

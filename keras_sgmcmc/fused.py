@@ -85,10 +85,12 @@ class FusedSteps:
             )[1]
 
         self.length = length
-        self._run = tf.function(run, jit_compile=True, autograph=False)
+        function = tf.function(run, jit_compile=True, autograph=False)
         parts = tf.nest.flatten(spec)
         with tf.device("CPU:0"):
             block = [tf.zeros([length, *part.shape], part.dtype) for part in parts]
+        # The one trace by itself: to find it among several takes time at every call.
+        self._run = function.get_concrete_function(tf.constant(0), tf.constant(0), *block)
         self._run(tf.constant(0), tf.constant(0), *block)
 
     def __call__(self, stream, count):
@@ -131,7 +133,7 @@ class Stream:
     def advance(self, count):
         """Count batches as consumed."""
         self.position += count
-        self._source.move(self._source.position + count)
+        self._source.skip(count)
 
     def _blocks_from(self, position):
         def gather(first):
