@@ -158,13 +158,13 @@ def logistic(args):
 
 
 def chains(args):
-    N, D, S, steps = 10_000, 50, 500, args.steps or 2000
+    N, D, S, steps = 10_000, 50, 500, args.steps or 1000
     x, y = binary_data(N, D)
     variants = {}
     for count in (1, 4, 16, 64):
         models = [logistic_regression(N, D, steps_per_execution=100) for _ in range(count)]
         model = models[0] if count == 1 else StackedChains(models, seed=1)
-        data = sg.minibatches(x, y, count * S, seed=1, steps=max(200, steps // count))
+        data = sg.minibatches(x, y, count * S, seed=1, steps=steps)
         monitor = [sg.callbacks.ChainMonitor()]
         name = "1 chain" if count == 1 else f"{count} chains, vectorized"
         variants[name] = fitted(model, data, callbacks=monitor, shuffle=False)
