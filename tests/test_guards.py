@@ -367,6 +367,12 @@ def even_arrays():
     return gaussian(), (X, Y), {"batch_size": 10}
 
 
+def rows_that_a_split_leaves():
+    model = gaussian()
+    model.optimizer.train_size = 30
+    return model, (X, Y), {"batch_size": 10, "validation_split": 0.25}
+
+
 def even_blocks():
     model = gaussian()
     model.compile(
@@ -457,6 +463,7 @@ def own_step_and_metric():
     "case",
     [
         even_arrays,
+        rows_that_a_split_leaves,
         even_blocks,
         validation_data,
         weights,
@@ -530,8 +537,10 @@ def uneven_parts():
 )
 def test_one_warning(case):
     model, data, arguments, message = case()
+    train_size = model.optimizer.train_size
     (found,) = fit_warnings(model, *data, **arguments)
     assert re.search(message, found)
+    assert model.optimizer.train_size == train_size  # what the user said stays
 
 
 # Nothing stays on the model.
