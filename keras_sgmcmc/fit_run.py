@@ -341,6 +341,17 @@ def _build(model, iterator):
         model.optimizer.build(model.trainable_variables)
 
 
+def layers_with_statistics(model):
+    """The layers with weights that are not trained but move, as batch normalization has."""
+    return [
+        layer
+        for layer in model._flatten_layers()
+        if layer.trainable
+        and layer._non_trainable_variables
+        and not isinstance(layer, keras.layers.Normalization)
+    ]
+
+
 def _symbolic(spec):
     return keras.KerasTensor(spec.shape, spec.dtype.name)
 

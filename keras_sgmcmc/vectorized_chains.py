@@ -5,13 +5,14 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
+from keras_sgmcmc.fit_run import layers_with_statistics
+from keras_sgmcmc.optimizers.base import CLIPPING
 from keras_sgmcmc.optimizers.psgld import pSGLD
 from keras_sgmcmc.optimizers.sgld import SGLD
 from keras_sgmcmc.posterior import Posterior
 
 # Methods that move every weight by its own gradient alone, so that no chain sees another.
 _ELEMENTWISE = (SGLD, pSGLD)
-_CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
 class StackedChains(keras.Model):
@@ -101,7 +102,7 @@ def _check(model):
             "SGLD and pSGLD: others would mix the chains. Sample them one by one. "
             f"Received: optimizer={sampler!r}"
         )
-    clipping = [name for name in _CLIPPING if getattr(sampler, name) is not None]
+    clipping = [name for name in CLIPPING if getattr(sampler, name) is not None]
     if clipping:
         raise ValueError(
             f"`{clipping[0]}` would clip the gradients of all chains together: leave it out, or "
@@ -117,15 +118,8 @@ def _check(model):
             "`vectorized=True` takes the place of `train_step`, and this model has one of its own: "
             f"sample its chains one by one. Received: {type(model).__name__}"
         )
-    moving = [
-        layer.name
-        for layer in model._flatten_layers()
-        if layer._seed_generators
-        or (
-            (layer.trainable and layer._non_trainable_variables)
-            and not isinstance(layer, keras.layers.Normalization)
-        )
-    ]
+    random = [layer for layer in model._flatten_layers() if layer._seed_generators]
+    moving = [layer.name for layer in [*random, *layers_with_statistics(model)]]
     if moving:
         raise ValueError(
             f"`vectorized=True` is for models without a state, and {moving} have one (statistics "

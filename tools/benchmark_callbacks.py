@@ -23,7 +23,7 @@ import keras_sgmcmc as sg
 ROWS, BATCH = 10_000, 100
 
 
-def compiled_mlp(optimizer):
+def compiled_mlp(optimizer, **arguments):
     model = keras.Sequential(
         [
             keras.Input((784,)),
@@ -33,8 +33,14 @@ def compiled_mlp(optimizer):
         ]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=optimizer, loss=loss)
+    model.compile(optimizer=optimizer, loss=loss, **arguments)
     return model
+
+
+def median_and_error(ratios):
+    """The median, and its standard error if the ratios are normal but for a few."""
+    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+    return middle, 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5
 
 
 def main():
@@ -91,10 +97,7 @@ def main():
     print(f"pSGLD, MLP 784-400-400-10, batch {BATCH}, {arguments.repeats} runs of each")
     print(f"{'callbacks':32} {'ms a step':>10} {'ratio':>17} {'fastest':>8}")
     for name, values in times.items():
-        ratios = np.array(values) / np.array(times["none"])
-        low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
-        # Of the median, were the ratios normal but for a few.
-        error = 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5
+        middle, error = median_and_error(np.array(values) / np.array(times["none"]))
         fastest = min(values) / min(times["none"])
         print(
             f"{name:32} {1e3 * np.median(values):10.2f} {middle:8.3f} +- {error:.3f} {fastest:8.3f}"

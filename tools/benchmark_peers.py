@@ -28,6 +28,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
+from benchmark_callbacks import compiled_mlp, median_and_error
 
 import keras_sgmcmc as sg
 from keras_sgmcmc.vectorized_chains import StackedChains
@@ -53,9 +54,7 @@ def table(title, times, work):
     print(f"{'':44} {'us a step':>10} {'x the first':>17}")
     rows = []
     for name, values in times.items():
-        ratios = values / times[first]
-        low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
-        error = 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5
+        middle, error = median_and_error(values / times[first])
         print(f"{name:44} {1e6 * np.median(values):10.0f} {middle:8.3f} +- {error:.3f}", flush=True)
         row = {"model": title, "variant": name, "us": 1e6 * float(np.median(values))}
         rows.append({**row, "ratio": middle, "error": error, "limit_us": 1e6 * limit})
@@ -183,13 +182,6 @@ def mlp(args):
     data = sg.minibatches(x, y, S, seed=1, steps=steps)
     sizes = (784, 400, 400, 10)
 
-    def model(optimizer, jit_compile):
-        inner = [keras.layers.Dense(width, "relu") for width in sizes[1:-1]]
-        made = keras.Sequential([keras.Input((784,)), *inner, keras.layers.Dense(10)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        made.compile(optimizer, loss, jit_compile=jit_compile)
-        return made
-
     variants = {}
     for way, jit_compile in (("", "auto"), (", jit_compile=True", True)):
         for name, optimizer in {
@@ -198,7 +190,7 @@ def mlp(args):
             "RMSprop": keras.optimizers.RMSprop(1e-4),
         }.items():
             variants[f"{name}, fit{way}"] = fitted(
-                model(optimizer, jit_compile), data, shuffle=False
+                compiled_mlp(optimizer, jit_compile=jit_compile), data, shuffle=False
             )
 
     weights = {}

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sgmcmc import compilation, stability, storage
+from keras_sgmcmc import compilation, fit_run, stability, storage
 from keras_sgmcmc.callbacks.chain_monitor import DivergenceError, same_variables
 from keras_sgmcmc.callbacks.in_graph_callback import InGraphCallback
 from keras_sgmcmc.callbacks.posterior_samples import read_only_copy, readable_bytes
@@ -111,10 +111,8 @@ class IterateAverages(InGraphCallback):
         variables = list(self.model.trainable_variables)
         moving = [
             weight.path
-            for layer in self.model._flatten_layers()
-            if layer.trainable
+            for layer in fit_run.layers_with_statistics(self.model)
             for weight in layer._non_trainable_variables
-            if not isinstance(layer, keras.layers.Normalization)
         ]
         if moving:
             raise ValueError(
@@ -418,14 +416,11 @@ class _Windows(StepObserver):
 
     def __init__(self, averages):
         self._averages, self.entered = averages, set()
-
-    def _positions(self):
-        """Position in the model of each of the optimizer's variables that can enter here."""
-        places = {id(v): position for position, v in enumerate(self._averages._variables)}
-        # Keras applies constraints after the move.
-        return {
+        places = {id(v): position for position, v in enumerate(averages._variables)}
+        # By number in the optimizer; not constrained ones, which Keras projects after the move.
+        self._positions = {
             index: places[id(v)]
-            for index, v in enumerate(self._averages.optimizer._trainable_variables)
+            for index, v in enumerate(averages.optimizer._trainable_variables)
             if id(v) in places and v.constraint is None
         }
 
@@ -441,7 +436,7 @@ class _Windows(StepObserver):
         return contextlib.nullcontext()
 
     def after_move(self, index, variable):
-        position = self._positions().get(index)
+        position = self._positions.get(index)
         if position is None:
             return
         self.entered.add(position)

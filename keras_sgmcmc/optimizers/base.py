@@ -19,7 +19,7 @@ _REFUSED = {
     "use_ema": "it would overwrite the state of the chain by an average when `fit` ends. "
     "Collect draws with `callbacks.PosteriorSamples` and average predictions instead.",
 }
-_CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
+CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
 class Sampler(keras.optimizers.Optimizer):
@@ -118,7 +118,7 @@ class Sampler(keras.optimizers.Optimizer):
         self._compiled = ()
         self._curvature = None
 
-        clipping = [name for name in _CLIPPING if getattr(self, name) is not None]
+        clipping = [name for name in CLIPPING if getattr(self, name) is not None]
         if clipping and self._configured_temperature > 0:
             warnings.warn(
                 f"`{clipping[0]}={getattr(self, clipping[0])}` changes the gradient, and with it "

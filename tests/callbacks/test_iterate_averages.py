@@ -137,7 +137,8 @@ def test_iterates_enter_as_a_sampler_moves_them(make_sampler, arguments, monkeyp
 
     monkeypatch.setattr(sg.callbacks.IterateAverages, "_enter", spy)
     averages = sg.callbacks.IterateAverages(burn_in=3, window=4)
-    noise = [sg.callbacks.GradientNoise()] if "full" in str(make_sampler().get_config()) else []
+    full = getattr(make_sampler(), "noise_structure", None) == "full"
+    noise = [sg.callbacks.GradientNoise()] if full else []
     model, plain, iterates = make(make_sampler(), **arguments), make(make_sampler()), Iterates()
     fit(model, data(), averages, *noise)
     fit(plain, data(), iterates, *noise)
