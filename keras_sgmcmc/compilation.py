@@ -90,3 +90,9 @@ def conditionally(predicate, function, otherwise=lambda: None):
         )
 
     tf.distribute.get_replica_context().merge_call(across, args=(predicate,))
+
+
+def reinterpreted(tensor, dtype):
+    """The bits of a tensor of any shape as another dtype of the same size."""
+    # Not `keras.ops.view`, which asks for the rank.
+    return tf.bitcast(tensor, dtype)
