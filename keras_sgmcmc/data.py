@@ -138,6 +138,7 @@ class Minibatches(tf.data.Dataset):
         position: Index of the next batch, the first one that no iterator has consumed. May be
             set; iterators that have begun are not moved.
         fuse: Whether steps on it may be fused.
+        tensors: The data, all rows, in the structure of an element.
         positioned: Whether `start_step` or an assignment to `position` said where to begin.
     """
 
@@ -145,7 +146,7 @@ class Minibatches(tf.data.Dataset):
         self.fuse = fuse
         self.train_size, self.batch_size = train_size, batch_size
         self.seed, self.steps = seed, steps
-        self._tensors = tensors
+        self.tensors = tensors
         self._position = _plain_variable(position)
         self.positioned = position > 0
         with tf.device("CPU:0"):
@@ -165,23 +166,27 @@ class Minibatches(tf.data.Dataset):
             The structure of an element, each tensor of shape `[count, batch_size, ...]`.
         """
         with tf.device("CPU:0"):
-            # Each value of Philox's counter gives two 64-bit words; an odd batch leaves one unused.
-            length = (self.batch_size + 1) // 2
-            start = tf.cast(first, tf.uint64) * tf.constant(length, tf.uint64)
-            rows = tf.raw_ops.StatelessRandomUniformIntV2(
-                shape=[count, 2 * length],
-                key=tf.constant([self.seed % 2**64], tf.uint64),
-                counter=tf.stack([start, tf.zeros_like(start)]),
-                alg=tf.random.Algorithm.PHILOX.value,
-                minval=tf.constant(0, tf.int64),
-                maxval=tf.constant(self.train_size, tf.int64),
-            )[:, : self.batch_size]
-            return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), self._tensors)
+            rows = self.rows(first, count)
+            return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), self.tensors)
+
+    def rows(self, first, count):
+        """Numbers of the rows of batches `first` to `first + count - 1`: `[count, batch_size]`."""
+        # Each value of Philox's counter gives two 64-bit words; an odd batch leaves one unused.
+        length = (self.batch_size + 1) // 2
+        start = tf.cast(first, tf.uint64) * tf.constant(length, tf.uint64)
+        return tf.raw_ops.StatelessRandomUniformIntV2(
+            shape=[count, 2 * length],
+            key=tf.constant([self.seed % 2**64], tf.uint64),
+            counter=tf.stack([start, tf.zeros_like(start)]),
+            alg=tf.random.Algorithm.PHILOX.value,
+            minval=tf.constant(0, tf.int64),
+            maxval=tf.constant(self.train_size, tf.int64),
+        )[:, : self.batch_size]
 
     def reseeded(self, seed, batch_size=None):
         """The same data from its first batch on, drawn by another seed, and in other batches."""
         return Minibatches(
-            self._tensors,
+            self.tensors,
             train_size=self.train_size,
             batch_size=batch_size or self.batch_size,
             seed=positive_integer("seed", seed, minimum=0),
@@ -223,7 +228,7 @@ class Minibatches(tf.data.Dataset):
         """The `steps` batches from the position on, which is read when the first is asked for."""
         row_bytes = sum(
             tensor.dtype.size * tensor.shape.num_elements() // self.train_size
-            for tensor in tf.nest.flatten(self._tensors)
+            for tensor in tf.nest.flatten(self.tensors)
         )
         length = _BLOCK_BYTES // max(1, row_bytes * self.batch_size)
         length = min(max(1, length), _LONGEST_BLOCK, self.steps)

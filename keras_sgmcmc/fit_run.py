@@ -155,15 +155,15 @@ class FitRun:
         if self.in_graph:
             composed = self._composed()
             function, step = composed.function, composed.step
-        return fused.fused_steps(function, step, self.model, self.source)
+        if self._stream is None:
+            self._stream = fused.Stream(self.source, self.model.steps_per_execution)
+        return fused.fused_steps(function, step, self.model, self._stream, self.source)
 
     def _run_fused(self, steps, iterator):
         """What Keras would do in one call, to the batch: never beyond the end of an epoch.
 
         The iterator is left alone; the batches are those that it would have brought.
         """
-        if self._stream is None or self._stream.length != steps.length:
-            self._stream = fused.Stream(self.source, steps.length)
         if self._iterator is not iterator:
             self._iterator, self._taken, self._done, self._calls = iterator, 0, 0, 0
             self._first = self.source.position

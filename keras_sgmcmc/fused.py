@@ -1,4 +1,4 @@
-"""Many training steps as one compiled program, over batches that are gathered outside it."""
+"""Many training steps as one compiled program, over batches that are gathered ahead."""
 
 import logging
 import math
@@ -10,6 +10,11 @@ _logger = logging.getLogger(__name__)
 
 # What one block of stacked batches may take; two more are gathered ahead.
 _BLOCK_BYTES = 32 * 2**20
+# A program gathers its batches itself from data that take no more than this on a GPU or TPU, and on
+# a CPU if they are so large that to write and read them once more costs more than a spare thread
+# saves.
+_RESIDENT_BYTES = 2**30
+_LARGE_BATCH_BYTES = 2**20
 _LONGEST_BLOCK = 1000
 # Operations of a step up to which a loop inside XLA is faster on a CPU: it loses the threads of
 # large products.
@@ -36,7 +41,7 @@ def reason_against(model, source, iterator):
     unable = [layer.name for layer in layers if not layer.supports_jit]
     if unable:
         return f"XLA can't compile {unable}"
-    if any(tf.config.list_logical_devices(kind) for kind in ("GPU", "TPU")):
+    if _has_accelerator():
         return None
     slow = [layer.name for layer in layers if is_slow_in_a_loop(layer)]
     if slow:
@@ -55,28 +60,29 @@ def is_slow_in_a_loop(layer):
 
 
 class FusedSteps:
-    """A step, repeated on batches that are stacked in blocks, as one program.
+    """A step, repeated on the batches of a block, as one program.
 
     It is compiled at once, before it runs on anything.
 
     Args:
         step: Function of a batch that returns logs.
         spec: The `element_spec` of a batch.
-        length: Batches in a block.
+        stream: A `Stream` of such batches.
     """
 
-    def __init__(self, step, spec, length):
+    def __init__(self, step, spec, stream):
         def traced(batch):
             return tf.nest.map_structure(tf.convert_to_tensor, step(batch))
 
         # A function of its own: the shapes of its logs are needed before the loop is traced.
         traced = tf.function(traced, autograph=False)
         logs = traced.get_concrete_function(spec).structured_outputs
+        resident = stream.resident
 
         def run(first, last, *block):
             def one(index, logs):
                 del logs
-                batch = tf.nest.pack_sequence_as(spec, [part[index] for part in block])
+                batch = tf.nest.pack_sequence_as(spec, _batch(block, index, resident))
                 return index + 1, traced(batch)
 
             nothing = tf.nest.map_structure(lambda out: tf.zeros(out.shape, out.dtype), logs)
@@ -84,20 +90,17 @@ class FusedSteps:
                 lambda index, logs: index < last, one, [first, nothing], parallel_iterations=1
             )[1]
 
-        self.length = length
         function = tf.function(run, jit_compile=True, autograph=False)
-        parts = tf.nest.flatten(spec)
-        with tf.device("CPU:0"):
-            block = [tf.zeros([length, *part.shape], part.dtype) for part in parts]
+        nothing = tf.constant(0), tf.constant(0), *stream.block()[1]
         # The one trace by itself: to find it among several takes time at every call.
-        self._run = function.get_concrete_function(tf.constant(0), tf.constant(0), *block)
-        self._run(tf.constant(0), tf.constant(0), *block)
+        self._run = function.get_concrete_function(*nothing)
+        self._run(*nothing)
 
     def __call__(self, stream, count):
         """Run `count` steps on the batches of a `Stream`; the logs of the last."""
         while count:
             first, block = stream.block()
-            last = min(first + count, self.length)
+            last = min(first + count, stream.length)
             logs = self._run(tf.constant(first), tf.constant(last), *block)
             stream.advance(last - first)
             count -= last - first
@@ -105,20 +108,41 @@ class FusedSteps:
 
 
 class Stream:
-    """Batches of `minibatches` from a position on, in blocks that are gathered ahead.
+    """Batches of `minibatches` from a position on, in blocks that are made ahead.
+
+    A block is the stacked parts of its batches; where the data are `resident`, the numbers of the
+    rows of its batches, and the parts of the data that they are rows of.
 
     Attributes:
         position: Index of the next batch.
         length: Batches in a block.
+        resident: Whether the program gathers the batches from the data.
     """
 
-    def __init__(self, source, length):
-        self.position = source.position
-        self._source, self.length = source, length
-        self._blocks, self._current = iter(()), (-length, None)
+    def __init__(self, source, longest):
+        self.position, self._source = source.position, source
+        self._parts = tf.nest.flatten(source.tensors)
+        size = sum(part.dtype.size * part.shape.num_elements() for part in self._parts)
+        batch = size // source.train_size * source.batch_size
+        self.length = min(longest, source.steps, _LONGEST_BLOCK)
+        if _has_accelerator():
+            self.resident = size <= _RESIDENT_BYTES
+        else:
+            self.resident = batch >= _LARGE_BATCH_BYTES
+        if self.resident:
+            self._parts = [tf.identity(part) for part in self._parts]
+        else:
+            self.length = max(1, min(self.length, _BLOCK_BYTES // max(1, batch)))
+        self._blocks, self._current = iter(()), (-self.length, None)
+
+    @property
+    def key(self):
+        """What a program for these blocks depends on, beside the batches."""
+        shapes = [part.shape for part in self._parts] if self.resident else None
+        return self.length, shapes
 
     def block(self):
-        """Where in its block the next batch is, and the block: a list of stacked tensors."""
+        """Where in its block the next batch is, and the block: a list of tensors."""
         if not 0 <= self.position - self._current[0] < self.length:
             following = next(self._blocks, None)
             # Each knows its place, so that neither a jump nor an interrupt leaves a wrong one.
@@ -126,7 +150,7 @@ class Stream:
                 self._blocks = self._blocks_from(self.position)
                 following = next(self._blocks)
             first, *block = following
-            self._current = int(first), block
+            self._current = int(first), block + (self._parts if self.resident else [])
         first, block = self._current
         return self.position - first, block
 
@@ -136,32 +160,45 @@ class Stream:
         self._source.skip(count)
 
     def _blocks_from(self, position):
-        def gather(first):
+        def make(first):
+            if self.resident:
+                return first, tf.cast(self._source.rows(first, self.length), tf.int32)
             return first, *tf.nest.flatten(self._source.batches(first, self.length))
 
         firsts = tf.data.Dataset.counter(position, self.length, dtype=tf.int64)
-        return iter(firsts.map(gather).prefetch(2))
+        return iter(firsts.map(make).prefetch(2))
 
 
-def fused_steps(function, step, model, source):
+def _batch(block, index, resident):
+    """The parts of batch number `index` of a block."""
+    if not resident:
+        return [part[index] for part in block]
+    rows, *parts = block
+    return [tf.gather(part, rows[index]) for part in parts]
+
+
+def _has_accelerator():
+    return any(tf.config.list_logical_devices(kind) for kind in ("GPU", "TPU"))
+
+
+def fused_steps(function, step, model, stream, source):
     """The `FusedSteps` that belong to a train function, kept on it; None if XLA can't make them.
 
     An error in the step itself is left to Keras' own loop, in which it comes again.
     """
     spec = source.element_spec
-    size = sum(part.dtype.size * part.shape.num_elements() for part in tf.nest.flatten(spec))
-    length = max(1, _BLOCK_BYTES // max(1, size))
-    length = min(length, model.steps_per_execution, source.steps, _LONGEST_BLOCK)
     kept = vars(function).setdefault("fused_steps", {})
-    key = repr(spec), length
+    key = repr((spec, stream.key))
     if key not in kept:
         try:
-            kept[key] = FusedSteps(step, spec, length)
+            kept[key] = FusedSteps(step, spec, stream)
         except Exception as error:
             kept[key] = None
             _logger.debug(
                 "Steps of `%s` are not fused, since they can't be compiled: %s", model.name, error
             )
         else:
-            _logger.debug("Steps of `%s` are fused, up to %d in a program", model.name, length)
+            _logger.debug(
+                "Steps of `%s` are fused, up to %d in a program", model.name, stream.length
+            )
     return kept[key]

@@ -626,6 +626,57 @@ def test_errors_of_the_users_own_step_come_out():
 # Memory, and the end of an epoch.
 
 
+@pytest.fixture
+def resident(monkeypatch):
+    """Programs gather their batches themselves."""
+    monkeypatch.setattr(fused, "_LARGE_BATCH_BYTES", 0)
+
+
+@pytest.mark.usefixtures("resident")
+def test_resident_data_of_several_parts(log):
+    def run(block, fuse):
+        inputs = keras.Input((WIDTH,), name="a"), keras.Input((2, 1), dtype="uint8", name="b")
+        hidden = [inputs[0], layers.Flatten()(layers.Rescaling(0.1)(inputs[1]))]
+        outputs = layers.Dense(1)(layers.Concatenate()(hidden))
+        model = make(block, keras.Model(inputs, outputs))
+        images = (np.arange(2 * ROWS) % 256).astype("uint8").reshape(ROWS, 2, 1)
+        data = batches({"a": X, "b": images}, sample_weight=WEIGHTS, fuse=fuse)
+        return outcome(model, data, fit(model, data, epochs=2))
+
+    in_blocks(run, log)
+
+
+@pytest.mark.usefixtures("resident")
+@pytest.mark.filterwarnings("ignore:`train_size=30` of the optimizer")
+def test_resident_data_of_other_lengths_in_one_model():
+    def run(fuse):
+        keras.utils.set_random_seed(7)
+        model, histories = make(4), []
+        for rows, seed in ((ROWS, 3), (20, 3), (20, 4)):
+            data = sg.minibatches(X[-rows:], Y[-rows:], 4, seed=seed, steps=8, fuse=fuse)
+            histories.append(fit(model, data))
+        return outcome(model, data, *histories)
+
+    assert_close(run(True), run(False))
+
+
+@pytest.mark.parametrize("budget", [0, 2**30])
+def test_data_reside_on_an_accelerator_if_they_fit(budget, log, monkeypatch):
+    monkeypatch.setattr(fused, "_has_accelerator", lambda: True)
+    monkeypatch.setattr(fused, "_RESIDENT_BYTES", budget)
+    stream = fused.Stream(batches(), 5)
+    assert stream.resident == (budget > 0)
+    _, block = stream.block()
+    expected = [(ROWS, WIDTH), (ROWS, 1)] if budget else [(5, 4, WIDTH), (5, 4, 1)]
+    assert [tuple(part.shape) for part in block[-2:]] == expected
+
+    def run(block, fuse):
+        model, data = make(block), batches(fuse=fuse)
+        return outcome(model, data, fit(model, data))
+
+    in_blocks(run, log)
+
+
 def test_blocks_are_limited(monkeypatch):
     asked = []
     gather = sg.data.Minibatches.batches
