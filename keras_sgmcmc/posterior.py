@@ -606,14 +606,21 @@ class Posterior:
             rest.append((y, sample_weight))
             batch = tree.map_structure(tf.constant, (x, y) if head == "log_prob" else (x,))
             function = self._function(head, from_logits, batch)
-            folds = None
-            for weight, draw in zip(self.draw_weights, self._draws, strict=True):
-                values = function([tf.constant(value) for value in draw] + common, batch, size)
-                flat = tree.flatten(values)
+            folds, begin, length = None, 0, 1
+            while begin < len(self):
+                arrays = predictive.stacked(self._draws[begin : begin + length])
+                weights = self.draw_weights[begin : begin + length]
+                values = function(len(weights), arrays, common, batch, size)
+                flat = [value.numpy() for value in tree.flatten(values)]
                 folds = folds or [accumulator() for _ in flat]
                 for fold, value in zip(folds, flat, strict=True):
-                    fold.add(weight, value.numpy())
-                bar.add(1)
+                    for weight, one in zip(weights, value, strict=True):
+                        fold.add(weight, one)
+                begin += len(weights)
+                bar.add(len(weights))
+                # The first draw by itself tells what one takes.
+                nbytes = sum(array.nbytes for array in [*arrays, *flat]) // len(weights)
+                length = max(1, predictive.GROUP_BYTES // max(1, nbytes))
             parts = zip(*(fold.result() for fold in folds), strict=True)
             results.append([tree.pack_sequence_as(values, part) for part in parts])
         if total is None:
@@ -625,8 +632,10 @@ class Posterior:
         specs = tree.map_structure(lambda a: tf.TensorSpec((None, *a.shape[1:]), a.dtype), batch)
         key = (head, from_logits, getattr(self.model, "_compile_config", None), str(specs))
         if key not in self._functions:
-            variables = self.variables + self._others
-            self._functions[key] = predictive.trace(self.model, variables, head, from_logits, specs)
+            variables = self.variables, self._others
+            self._functions[key] = predictive.trace(
+                self.model, *variables, head, from_logits, specs
+            )
         return self._functions[key]
 
 

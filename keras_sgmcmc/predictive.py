@@ -1,8 +1,8 @@
 """The machinery of `Posterior`: many draws of the weights over many rows, in one traced function.
 
-Rows go chunk by chunk (so that a Dataset is read once), and within a chunk draw by draw. The
-batches of a chunk are a loop inside the graph, which takes the weights as arguments. What the draws
-give is accumulated at once in float64, never kept.
+Rows go chunk by chunk (so that a Dataset is read once), and within a chunk draws go group by group.
+The draws of a group, and the batches of a chunk, are loops inside the graph, which takes the
+weights as arguments. What the draws give is accumulated at once in float64, never kept.
 """
 
 import math
@@ -17,6 +17,8 @@ from keras_sgmcmc.likelihoods import align, compiled_likelihoods
 
 # Inputs of this many bytes, at least, go through all draws before more rows are read.
 CHUNK_BYTES = 2**28
+# What the weights and outputs of the draws of a group may take, if there is more than one.
+GROUP_BYTES = 2**20
 
 
 class Moments:
@@ -89,8 +91,13 @@ class Stack:
         return (np.stack(self.values),)
 
 
-def trace(model, variables, head, from_logits, specs):
-    """The function (values of `variables`, data, batch size) -> head(outputs) of all rows."""
+def trace(model, drawn, others, head, from_logits, specs):
+    """The function that predicts from several draws of the variables `drawn`.
+
+    Its arguments are the number of draws, the values of `drawn` stacked over the draws, the values
+    of `others`, the data and the batch size; it returns head(outputs) of all rows, stacked too.
+    """
+    variables = [*drawn, *others]
     value_specs = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
 
     def forward(values, data):
@@ -111,25 +118,46 @@ def trace(model, variables, head, from_logits, specs):
     one_batch = tf.function(forward, input_signature=[value_specs, specs], autograph=False)
     structure = one_batch.get_concrete_function().structured_outputs
 
-    def all_batches(values, data, batch_size):
-        rows = tf.shape(tree.flatten(data)[0])[0]
-        steps = (rows + batch_size - 1) // batch_size
+    def looped(count, one):
+        """What `one(i)`, of the structure of a batch, gives for all i."""
         arrays = [
-            tf.TensorArray(s.dtype, size=steps, infer_shape=False, element_shape=s.shape)
+            tf.TensorArray(s.dtype, size=count, infer_shape=False, element_shape=s.shape)
             for s in tree.flatten(structure)
         ]
 
         def body(i, arrays):
-            batch = slice(i * batch_size, (i + 1) * batch_size)
-            results = one_batch(values, tree.map_structure(lambda a: a[batch], data))
-            results = tree.flatten(results)
+            results = tree.flatten(one(i))
             return i + 1, [a.write(i, r) for a, r in zip(arrays, results, strict=True)]
 
-        _, arrays = tf.while_loop(lambda i, _: i < steps, body, (0, arrays))
+        return tf.while_loop(lambda i, _: i < count, body, (0, arrays))[1]
+
+    def all_batches(values, data, batch_size):
+        rows = tf.shape(tree.flatten(data)[0])[0]
+
+        def one(i):
+            batch = slice(i * batch_size, (i + 1) * batch_size)
+            return one_batch(values, tree.map_structure(lambda a: a[batch], data))
+
+        arrays = looped((rows + batch_size - 1) // batch_size, one)
         return tree.pack_sequence_as(structure, [array.concat() for array in arrays])
 
-    signature = [value_specs, specs, tf.TensorSpec((), tf.int32)]
-    return tf.function(all_batches, input_signature=signature, autograph=False)
+    def all_draws(draws, stacked, common, data, batch_size):
+        def one(i):
+            return all_batches([value[i] for value in stacked] + common, data, batch_size)
+
+        arrays = looped(draws, one)
+        return tree.pack_sequence_as(structure, [array.stack() for array in arrays])
+
+    draws = [tf.TensorSpec((None, *s.shape), s.dtype) for s in value_specs[: len(drawn)]]
+    size = tf.TensorSpec((), tf.int32)
+    signature = [size, draws, value_specs[len(drawn) :], specs, size]
+    return tf.function(all_draws, input_signature=signature, autograph=False)
+
+
+def stacked(draws):
+    """The arrays of several draws, each stacked along a new first axis."""
+    parts = zip(*draws, strict=True)
+    return [np.stack(part) if len(part) > 1 else np.asarray(part[0])[None] for part in parts]
 
 
 def _log_prob(model, likelihoods, y, outputs):

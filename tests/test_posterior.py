@@ -329,6 +329,31 @@ def test_memory_does_not_grow_with_the_draws():
     assert sizes[2] - sizes[0] < 1e5
 
 
+@pytest.mark.parametrize("reduce", ["mean", None])
+def test_groups_of_draws_change_nothing(reduce, monkeypatch):
+    model = mlp()
+    draws = [[normal(*v.shape, seed=s) for v in model.weights] for s in range(7)]
+    posterior, x = Posterior(model, model.weights, draws, range(7)), normal(9, 4)
+    nbytes = 4 * (sum(int(np.prod(v.shape)) for v in model.weights) + 9 * 3)
+    sizes, stacked = [], predictive.stacked
+
+    def recorded(group):
+        sizes.append(len(group))
+        return stacked(group)
+
+    def predict(nbytes):
+        monkeypatch.setattr(predictive, "GROUP_BYTES", nbytes)
+        sizes.clear()
+        return posterior.predict(x, batch_size=4, reduce=reduce, verbose=0), list(sizes)
+
+    monkeypatch.setattr(predictive, "stacked", recorded)
+    one_by_one, each = predict(0)
+    in_groups, groups = predict(3 * nbytes)
+    assert each == [1] * 7
+    assert groups == [1, 3, 3]
+    np.testing.assert_array_equal(in_groups, one_by_one)
+
+
 def test_frozen_layers_take_the_value_they_had():
     model, x = mlp(), normal(5, 4)
     frozen, last = model.layers
