@@ -54,12 +54,20 @@ def factorise(matrix, precision, *, largest_share, priors, xla=True):
     root_of = compilation.compiled(ops.cholesky) if xla else _careful_cholesky
     root = root_of(unit)
     good = _exceeds(ops.square(ops.diagonal(root)), TOLERANCE)
+    otherwise = spectral
     if bounded:
         # Positive definite where Lambda is a smaller share of the matrix in every direction.
         rest = root_of(unit - ops.diag(share) / largest_share)
-        good = ops.logical_and(good, _exceeds(ops.diagonal(rest), 0.0))
-    otherwise = spectral
-    if priors == "all" and not bounded:
+        regular, good = good, ops.logical_and(good, _exceeds(ops.diagonal(rest), 0.0))
+
+        def otherwise():
+            def cut():
+                factor, _, damping, silent = triangular(root, zeros)
+                return *_cut(factor, precision, largest_share), damping, silent
+
+            return ops.cond(regular, cut, spectral)
+
+    elif priors == "all":
 
         def otherwise():
             root = root_of(unit + TOLERANCE * identity)
@@ -93,8 +101,13 @@ def _spectral(unit, inverse, precision, share, largest_share, dead, diagonal):
     factor = roots[:, None] * ops.transpose(vectors) * inverse[None, :]
     reach = ops.ones_like(diagonal)
     if largest_share is not None:
-        shares, rotation = ops.eigh(ops.matmul(factor * precision[None, :], ops.transpose(factor)))
-        factor = ops.matmul(ops.transpose(rotation), factor)
-        reach = ops.where(shares > largest_share, 0.5 / ops.maximum(shares, 0.5), 1.0)
+        factor, reach = _cut(factor, precision, largest_share)
     silent = dead + ops.sum(ops.cast(ops.logical_not(kept), unit.dtype))
     return factor, reach, damping * diagonal, silent
+
+
+def _cut(factor, precision, largest_share):
+    """The factor whose rows are the directions of Lambda, and how far H reaches in them."""
+    shares, rotation = ops.eigh(ops.matmul(factor * precision[None, :], ops.transpose(factor)))
+    factor = ops.matmul(ops.transpose(rotation), factor)
+    return factor, ops.where(shares > largest_share, 0.5 / ops.maximum(shares, 0.5), 1.0)
