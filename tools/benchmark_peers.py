@@ -1,16 +1,18 @@
-"""Time of a step through `fit`, beside BlackJAX and plain Keras, in one process and in turns.
+"""Time of a step through `fit`, beside other libraries and plain Keras: one process, in turns.
 
     python -m pip install ".[bench]"
-    python tools/benchmark_peers.py [logistic] [chains] [mlp] [cnn] [--repeats 15] [--json FILE]
+    python tools/benchmark_peers.py [logistic] [effective] [mlp] [cnn] [--repeats 15] [--json FILE]
 
 logistic: logistic regression, N = 10,000, D = 50, batches of 500 drawn with replacement: `fit` with
-`steps_per_execution=100`, plain `fit` on arrays, and BlackJAX's SGLD in a scan of 100 steps, with
-its batches drawn and gathered within the scan, or gathered before it.
-chains: the same, 4 to 64 chains in one program (`sample_chains(vectorized=True)`); the least time
-is that of one chain.
+`steps_per_execution=100`, plain `fit` on arrays, BlackJAX's SGLD in a scan of 100 steps, with its
+batches drawn and gathered within the scan or gathered before it, and posteriors' SGLD.
+effective: effective samples a second of SGLD, pSGLD, SGFS and constant SGD on it, and of BlackJAX's
+NUTS on all rows; and how the variances compare.
 mlp: MLP 784-400-400-10, batch 100: SGLD, pSGLD and Keras' RMSprop through `fit`, with XLA around
-the whole step and without; BlackJAX's SGLD step by step and in a scan.
+the whole step and without; the SGLD of BlackJAX, step by step and in a scan, and of posteriors.
 cnn: a small CNN, batch 100, the same samplers without a peer, fused and unfused asked for alike.
+
+posteriors (PyTorch) is left out where it isn't installed: `python -m pip install posteriors`.
 
 Every variant runs once in each turn, so that a change of the machine's speed meets all. The table
 has the median of the time a step, the median over turns of its ratio to the first row's with its
@@ -19,7 +21,6 @@ what a product of large matrices reaches here, or bytes over what a sum of large
 """
 
 import argparse
-import itertools
 import json
 import os
 import time
@@ -28,10 +29,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
+import peers
 from benchmark_callbacks import compiled_mlp, median_and_error
 
 import keras_sgmcmc as sg
-from keras_sgmcmc.vectorized_chains import StackedChains
 
 
 def medians(variants, repeats):
@@ -118,10 +119,10 @@ def binary_data(N, D):
     return x, y
 
 
-def logistic_regression(N, D, **arguments):
+def logistic_regression(N, D, sampler=None, **arguments):
     model = keras.Sequential([keras.Input((D,)), keras.layers.Dense(1)])
-    sampler = sg.SGLD(1e-2, train_size=N, prior=1.0, seed=1)
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    sampler = sampler or sg.SGLD(1e-2, train_size=N, prior=1.0, seed=1)
     model.compile(sampler, loss, **arguments)
     return model
 
@@ -129,87 +130,130 @@ def logistic_regression(N, D, **arguments):
 def logistic(args):
     N, D, S, steps = 10_000, 50, 500, args.steps or 5000
     x, y = binary_data(N, D)
-
-    def model(**arguments):
-        return logistic_regression(N, D, **arguments)
-
     data = sg.minibatches(x, y, S, seed=1, steps=steps)
-    monitor = [sg.callbacks.ChainMonitor()]
-    variants = {
-        "SGLD, fit, steps_per_execution=100": fitted(
-            model(steps_per_execution=100), data, callbacks=monitor, shuffle=False
-        ),
-        "SGLD, fit, steps_per_execution=1000": fitted(
-            model(steps_per_execution=1000), data, callbacks=monitor, shuffle=False
-        ),
-        "SGLD, plain fit on arrays": fitted(model(), x, y, batch_size=S, epochs=1),
-    }
-    variants |= blackjax_sgld(
-        {"w": np.zeros((D, 1), "float32"), "b": np.zeros(1, "float32")},
-        lambda p, row, label: -_softplus(-(2 * label - 1) * (row @ p["w"] + p["b"])).sum(),
-        (x, y),
-        S,
-        steps,
-    )
-    return table(
-        "logistic regression", medians(variants, args.repeats), (6 * S * D, 4 * S * (2 * D + 4))
-    )
 
-
-def chains(args):
-    N, D, S, steps = 10_000, 50, 500, args.steps or 1000
-    x, y = binary_data(N, D)
-    variants = {}
-    for count in (1, 4, 16, 64):
-        models = [logistic_regression(N, D, steps_per_execution=100) for _ in range(count)]
-        model = models[0] if count == 1 else StackedChains(models, seed=1)
-        data = sg.minibatches(x, y, count * S, seed=1, steps=steps)
+    def fused(length, sampler=None):
+        model = logistic_regression(N, D, sampler, steps_per_execution=length)
         monitor = [sg.callbacks.ChainMonitor()]
-        name = "1 chain" if count == 1 else f"{count} chains, vectorized"
-        variants[name] = fitted(model, data, callbacks=monitor, shuffle=False)
-    return table(
-        "chains of the logistic regression",
-        medians(variants, args.repeats),
-        (6 * S * D, 4 * S * (2 * D + 4)),
-    )
+        return fitted(model, data, callbacks=monitor, shuffle=False)
+
+    variants = {
+        "SGLD, fit, steps_per_execution=100": fused(100),
+        "SGLD, fit, steps_per_execution=1000": fused(1000),
+        "pSGLD, fit, steps_per_execution=100": fused(100, sg.pSGLD(1e-3, train_size=N, prior=1.0)),
+        "SGLD, plain fit on arrays": fitted(
+            logistic_regression(N, D), x, y, batch_size=S, epochs=1
+        ),
+    }
+    weights = peers.perceptron((D, 1), np.random.default_rng(0))
+    variants |= peers.blackjax_sgld(weights, (x, y), S, steps)
+    variants |= peers.posteriors_sgld(weights, (x, y), S, steps)
+    work = 6 * S * D, 4 * S * (2 * D + 4)
+    return table("logistic regression", medians(variants, args.repeats), work)
+
+
+def effective(args):
+    N, D, S, steps = 10_000, 50, 500, args.steps or 100_000
+    x, y = binary_data(N, D)
+    common = {"train_size": N, "prior": 1.0, "seed": 1}
+    by_noise = {"batch_size": S, "warmup_steps": 1000, **common}
+    ways = {
+        "SGLD": (lambda: sg.SGLD(0.25, **common), 100),
+        "pSGLD": (lambda: sg.pSGLD(0.002, **common), 100),
+        'SGFS, fisher="full", learning_rate=None': (
+            lambda: sg.SGFS(None, fisher="full", **by_noise),
+            20,
+        ),
+        'ConstantSGD, preconditioner="full"': (
+            lambda: sg.ConstantSGD(0.1, preconditioner="full", **by_noise),
+            20,
+        ),
+    }
+    weights = peers.perceptron((D, 1), np.random.default_rng(0))
+    draws, warm, seconds = peers.blackjax_nuts(weights, (x, y), steps // 25)
+    exact = np.concatenate([part.reshape(len(part), -1) for part in draws], axis=1)
+    print(f"\nlogistic regression; NUTS took {warm:.0f} s to adapt, and that isn't counted")
+    print(f"{'':44} {'us a draw':>10} {'effective/s':>12} {'mean':>7} {'variance':>9}")
+    rows = []
+
+    def report(name, draws, seconds):
+        ess = sg.diagnostics.effective_sample_size(draws[None]).min()
+        error = np.abs(draws.mean(0) - exact.mean(0)) / exact.std(0)
+        row = {
+            "variant": name,
+            "us": 1e6 * seconds / len(draws),
+            "effective_per_second": ess / seconds,
+            "mean": np.sqrt(np.mean(error**2)),
+            "variance": np.mean(draws.var(0) / exact.var(0)),
+        }
+        figures = f"{row['us']:10.0f} {ess / seconds:12.0f} {row['mean']:7.3f}"
+        print(f"{name:44} {figures} {row['variance']:9.3f}", flush=True)
+        rows.append(
+            {"model": "effective", **{k: v if k == "variant" else float(v) for k, v in row.items()}}
+        )
+
+    report("NUTS, BlackJAX, all rows", exact, seconds)
+    for name, (sampler, thinning) in ways.items():
+        model = logistic_regression(N, D, sampler(), steps_per_execution=1000)
+        data = sg.minibatches(x, y, S, seed=1, steps=steps)
+        noise = hasattr(model.optimizer, "noise_structure")
+        warm_up = sg.minibatches(x, y, S, seed=2, steps=10_000)
+        warming = sg.callbacks.GradientNoise(every=10) if noise else sg.callbacks.ChainMonitor()
+        model.fit(warm_up, verbose=0, shuffle=False, callbacks=[warming])
+        clock, samples = Clock(), sg.callbacks.PosteriorSamples(10_000, thinning)
+        model.fit(data, verbose=0, shuffle=False, callbacks=[samples, clock])
+        posterior = samples.posterior
+        found = np.array([np.concatenate([a.ravel() for a in draw]) for draw in posterior])
+        report(f"{name}, every {thinning}th", found, clock.seconds * steps)
+    return rows
 
 
 def mlp(args):
     N, S, steps = 10_000, 100, args.steps or 200
     rng = np.random.default_rng(0)
     x = rng.standard_normal((N, 784)).astype("float32")
-    y = rng.integers(0, 10, N)
+    y = rng.integers(0, 10, N).astype("int32")
     data = sg.minibatches(x, y, S, seed=1, steps=steps)
-    sizes = (784, 400, 400, 10)
 
     variants = {}
-    for way, jit_compile in (("", "auto"), (", jit_compile=True", True)):
+    for length, jit_compile in ((1, "auto"), (1, True), (20, True)):
+        way = ", jit_compile=True" if jit_compile is True else ""
+        way += f", {length} steps a call" if length > 1 else ""
         for name, optimizer in {
             "SGLD": sg.SGLD(1e-3, train_size=N, prior=1.0, seed=1),
             "pSGLD": sg.pSGLD(1e-4, train_size=N, prior=1.0, seed=1),
             "RMSprop": keras.optimizers.RMSprop(1e-4),
         }.items():
-            variants[f"{name}, fit{way}"] = fitted(
-                compiled_mlp(optimizer, jit_compile=jit_compile), data, shuffle=False
-            )
-
-    weights = {}
-    for k, (rows, columns) in enumerate(itertools.pairwise(sizes)):
-        scale = np.sqrt(2 / rows)
-        weights[f"w{k}"] = (scale * rng.standard_normal((rows, columns))).astype("float32")
-        weights[f"b{k}"] = np.zeros(columns, "float32")
-
-    def log_likelihood(p, row, label):
-        import jax
-
-        for k in range(2):
-            row = jax.nn.relu(row @ p[f"w{k}"] + p[f"b{k}"])
-        return jax.nn.log_softmax(row @ p["w2"] + p["b2"])[label]
-
-    variants |= blackjax_sgld(weights, log_likelihood, (x, y.astype("int32")), S, steps)
+            arguments = {"jit_compile": jit_compile, "steps_per_execution": length}
+            model = compiled_mlp(optimizer, **arguments)
+            variants[f"{name}, fit{way}"] = fitted(model, data, shuffle=False)
+    weights = peers.perceptron((784, 400, 400, 10), rng)
+    variants |= peers.blackjax_sgld(weights, (x, y), S, steps)
+    variants |= peers.posteriors_sgld(weights, (x, y), S, steps)
     count = sum(w.size for w in weights.values())
     work = (6 * S * count, 4 * 5 * count)
-    return table("MLP 784-400-400-10", medians(variants, args.repeats), work)
+    times = medians(variants, args.repeats)
+    rows = table("MLP 784-400-400-10", times, work)
+    for ours, theirs in (
+        ("SGLD, fit", "SGLD, BlackJAX"),
+        ("SGLD, fit", "SGLD, posteriors"),
+        ("pSGLD, fit", "RMSprop, fit"),
+    ):
+        compare(times, ours, theirs)
+    return rows
+
+
+def compare(times, *names):
+    """Print the ratio of two libraries' fastest variants."""
+    best = []
+    for name in names:
+        of_name = [key for key in times if key.startswith(name)]
+        if not of_name:
+            return
+        best.append(min(of_name, key=lambda key: np.median(times[key])))
+    one, other = best
+    middle, error = median_and_error(times[one] / times[other])
+    print(f"{one} / {other}: {middle:.3f} +- {error:.3f}")
 
 
 def cnn(args):
@@ -248,82 +292,7 @@ def cnn(args):
     return table("CNN", medians(variants, args.repeats), (flops, 20 * count))
 
 
-def _softplus(values):
-    import jax
-
-    return jax.nn.softplus(values)
-
-
-def blackjax_sgld(position, log_likelihood, data, batch_size, steps):
-    """Turns of BlackJAX's SGLD on batches of rows drawn with replacement."""
-    import blackjax
-    import jax
-    import jax.numpy as jnp
-
-    rows = len(data[0])
-    data = tuple(map(jnp.asarray, data))
-    gradient = blackjax.sgmcmc.gradients.grad_estimator(
-        lambda p: -0.5 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p)),
-        lambda p, row: log_likelihood(p, *row),  # which it maps over the rows
-        rows,
-    )
-    sgld = blackjax.sgld(gradient)
-    epsilon = 2 * 1e-4 / rows
-
-    def step(position, key, batch):
-        return sgld.step(key, position, batch, epsilon)
-
-    def draw(key):
-        index = jax.random.randint(key, (batch_size,), 0, rows)
-        return tuple(part[index] for part in data)
-
-    def drawn(position, key):
-        at, noise = jax.random.split(key)
-        return step(position, noise, draw(at)), None
-
-    block = max(1, min(100, steps // 2))  # the first is not timed
-
-    @jax.jit
-    def scan(position, key):
-        return jax.lax.scan(drawn, position, jax.random.split(key, block))[0]
-
-    @jax.jit
-    def gather(key):
-        index = jax.random.randint(key, (block, batch_size), 0, rows)
-        return tuple(part[index] for part in data)
-
-    @jax.jit
-    def scan_stacked(position, key, batches):
-        def one(position, given):
-            return step(position, *given), None
-
-        return jax.lax.scan(one, position, (jax.random.split(key, block), batches))[0]
-
-    one = jax.jit(lambda position, key: drawn(position, key)[0])
-
-    def turn(advance, count):
-        def run():
-            now = jax.tree.map(jnp.asarray, position)
-            keys = jax.random.split(jax.random.key(1), steps // count)
-            now = jax.block_until_ready(advance(now, keys[0]))
-            begin = time.perf_counter()
-            for key in keys[1:]:
-                now = advance(now, key)
-            jax.block_until_ready(now)
-            return (time.perf_counter() - begin) / (count * (len(keys) - 1))
-
-        return run
-
-    return {
-        "SGLD, BlackJAX, scan": turn(scan, block),
-        "SGLD, BlackJAX, scan of gathered batches": turn(
-            lambda now, key: scan_stacked(now, key, gather(key)), block
-        ),
-        "SGLD, BlackJAX, jitted step": turn(one, 1),
-    }
-
-
-MODELS = {"logistic": logistic, "chains": chains, "mlp": mlp, "cnn": cnn}
+MODELS = {"logistic": logistic, "effective": effective, "mlp": mlp, "cnn": cnn}
 
 
 def main():
