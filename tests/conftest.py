@@ -8,8 +8,14 @@ import gc
 
 import keras
 import pytest
+import tensorflow as tf
 
 from keras_sgmcmc import compilation
+
+# Of two devices a strategy has two replicas.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
 
 # Freeing thousands of graphs takes minutes, a few gigabytes do no harm.
 gc.disable()
@@ -27,3 +33,9 @@ def without_xla(monkeypatch):
     The update stays a function of its own, that is traced and kept in the same way.
     """
     monkeypatch.setattr(compilation, "compiled", compilation.traced)
+
+
+@pytest.fixture(scope="session")
+def mirrored():
+    """A strategy of two replicas: one, since two would give their reductions the same names."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

@@ -1,8 +1,3 @@
-import os
-import subprocess
-import sys
-import textwrap
-
 import keras
 import numpy as np
 import pytest
@@ -314,57 +309,34 @@ def test_sample_weights_and_structures_in_fit():
     assert loss == pytest.approx(expected, rel=1e-4)
 
 
-def test_mirrored_strategy():
-    script = """
-        import numpy as np
-        import tensorflow as tf
+def test_mirrored_strategy(mirrored):
+    x = np.arange(60, dtype="float32")[:, None]
+    seen = []
 
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(
-            cpu, [tf.config.LogicalDeviceConfiguration()] * 2
-        )
-        import keras
-        from keras_sgmcmc.data import minibatches
+    class Recorder(keras.Model):
+        def train_step(self, data):
+            tf.py_function(lambda v: seen.append(v.numpy()[:, 0]), [data[0]], [])
+            return super().train_step(data)
 
-        x = np.arange(60, dtype="float32")[:, None]
-        seen = []
+    with mirrored.scope():
+        data = minibatches(x, 2 * x, 8, seed=6, steps=10)
+        inputs = keras.Input((1,))
+        model = Recorder(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("sgd", "mse", jit_compile=False)
 
-        class Recorder(keras.Model):
-            def train_step(self, data):
-                tf.py_function(lambda v: seen.append(v.numpy()[:, 0]), [data[0]], [])
-                return super().train_step(data)
-
-        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-            data = minibatches(x, 2 * x, 8, seed=6, steps=10)
-            inputs = keras.Input((1,))
-            model = Recorder(inputs, keras.layers.Dense(1)(inputs))
-            model.compile("sgd", "mse", jit_compile=False)
-
-        last = 0
-        for _ in range(2):
-            seen.clear()
-            model.fit(data, epochs=2, verbose=0, shuffle=False)
-            halves = {tuple(half) for half in seen}
-            assert len(seen) == 40 and len(halves) == 40, len(seen)
-            batches = data.batches(0, 100)[0].numpy()[:, :, 0].reshape(100, 2, 4)
-            here = [t for t in range(100) if all(tuple(half) in halves for half in batches[t])]
-            # Whole batches, one epoch after the other, beyond what Keras' look ahead took.
-            assert here == list(range(here[0], here[0] + 20)), here
-            assert last <= here[0] <= last + 10, here
-            last = here[-1] + 1
-            assert data.position == last
-        print("fine")
-    """
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
-    assert done.stdout.strip() == "fine", done.stderr
+    last = 0
+    for _ in range(2):
+        seen.clear()
+        model.fit(data, epochs=2, verbose=0, shuffle=False)
+        halves = {tuple(half) for half in seen}
+        assert len(seen) == len(halves) == 40
+        batches = data.batches(0, 100)[0].numpy()[:, :, 0].reshape(100, 2, 4)
+        here = [t for t in range(100) if all(tuple(half) in halves for half in batches[t])]
+        # Whole batches, one epoch after the other, beyond what Keras' look ahead took.
+        assert here == list(range(here[0], here[0] + 20)), here
+        assert last <= here[0] <= last + 10, here
+        last = here[-1] + 1
+        assert data.position == last
 
 
 # Structures, shapes and dtypes

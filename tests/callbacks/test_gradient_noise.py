@@ -1,7 +1,5 @@
 """GradientNoise in `fit` is the covariance of a plain loop's gradients, in every mode."""
 
-import subprocess
-import sys
 import warnings
 
 import keras
@@ -160,48 +158,24 @@ def test_mixed_precision(name, policy):
     assert np.isfinite(noise.gradient_noise_scale)
 
 
-MIRRORED = """
-import warnings
-import numpy as np
-import tensorflow as tf
+@pytest.mark.parametrize(
+    ("name", "rate"), [("dense", 1e-12), ("regularized", 0.1), ("tied_weights", 1e-12)]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_two_replicas(name, rate, mirrored):
+    with mirrored.scope():
+        model, x, y = make(name, rows=12, optimizer=keras.optimizers.SGD(rate))
+    expected = zoo.loop(model, x, y).var(axis=0, ddof=1)
 
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-import keras
-import keras_sgmcmc as sg
-from per_example import zoo
-
-warnings.simplefilter("ignore")
-strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-for name, rate in (("dense", 1e-12), ("regularized", 0.1), ("tied_weights", 1e-12)):
-    with strategy.scope():
-        model, x, y = zoo.make(name, rows=12, optimizer=keras.optimizers.SGD(rate))
-    gradients = zoo.loop(model, x, y)
-    noise = sg.callbacks.GradientNoise()
-    model.fit(x, y, batch_size=12, callbacks=[noise], verbose=0, shuffle=False)
-    assert noise.examples == 12
-    found = np.concatenate([np.ravel(entry) for entry in noise.covariance.values()])
-    expected = gradients.var(axis=0, ddof=1)
-    assert np.abs(found - expected).max() < 1e-5 * expected.max(), name
-    if rate < 1e-6:
-        noise = sg.callbacks.GradientNoise(every=2)
-        model.fit(x, y, batch_size=12, epochs=4, callbacks=[noise], verbose=0, shuffle=False)
-        assert noise.examples == 24
+    def check(noise, examples, epochs):
+        model.fit(x, y, batch_size=12, epochs=epochs, callbacks=[noise], verbose=0, shuffle=False)
+        assert noise.examples == examples
         found = np.concatenate([np.ravel(entry) for entry in noise.covariance.values()])
         assert np.abs(found - expected).max() < 1e-5 * expected.max(), name
-print("replicas: all right")
-"""
 
-
-def test_two_replicas(request):
-    tests = str(request.config.rootpath / "tests")
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {tests!r})\n{MIRRORED}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "replicas: all right" in done.stdout, done.stderr[-3000:]
+    check(GradientNoise(), 12, 1)
+    if rate < 1e-6:
+        check(GradientNoise(every=2), 24, 4)
 
 
 def test_a_last_batch_of_another_size():

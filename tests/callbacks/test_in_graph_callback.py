@@ -1,9 +1,5 @@
 import copy
-import os
 import pickle
-import subprocess
-import sys
-import textwrap
 import warnings
 
 import keras
@@ -587,89 +583,67 @@ def _compiled(model):
 # Replicas.
 
 
-def test_two_replicas(tmp_path):
-    script = tmp_path / "replicas.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os
-            os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-            import numpy as np, tensorflow as tf, keras
-            cpu = tf.config.list_physical_devices("CPU")[0]
-            two = 2 * [tf.config.LogicalDeviceConfiguration()]
-            tf.config.set_logical_device_configuration(cpu, two)
-            import keras_sgmcmc as sg
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_two_replicas(mirrored):
+    x, y = np.arange(20.0)[:, None], np.zeros((20, 1))
 
-            X, Y = np.arange(20.0)[:, None], np.zeros((20, 1))
-            strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    class Totals(sg.callbacks.InGraphCallback):
+        def create_state(self):
+            assert tf.distribute.get_strategy() is mirrored
+            assert tf.distribute.in_cross_replica_context()
+            self.steps = tf.Variable(
+                0.0,
+                trainable=False,
+                aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+            )
+            self.total = tf.Variable(
+                0.0,
+                trainable=False,
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.SUM,
+            )
 
-            class Sums(sg.callbacks.InGraphCallback):
-                def create_state(self):
-                    assert tf.distribute.get_strategy() is strategy
-                    assert tf.distribute.in_cross_replica_context()
-                    self.steps = tf.Variable(
-                        0.0, trainable=False,
-                        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-                    )
-                    self.total = tf.Variable(
-                        0.0, trainable=False,
-                        synchronization=tf.VariableSynchronization.ON_READ,
-                        aggregation=tf.VariableAggregation.SUM,
-                    )
+        def wrap(self, step):
+            def wrapped(data):
+                self.steps.assign_add(1.0)
+                self.total.assign_add(tf.reduce_sum(data[0]))
+                return {**step(data), "rows": tf.shape(data[0])[0]}
 
-                def wrap(self, step):
-                    def wrapped(data):
-                        self.steps.assign_add(1.0)
-                        self.total.assign_add(tf.reduce_sum(data[0]))
-                        return {**step(data), "rows": tf.shape(data[0])[0]}
-                    return wrapped
+            return wrapped
 
-            def make(**arguments):
-                with strategy.scope():
-                    model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="zeros")])
-                    model.compile(
-                        optimizer=sg.SGLD(1e-3, train_size=20, seed=1, jit_compile=False),
-                        loss=sg.GaussianNegativeLogLikelihood(), **arguments,
-                    )
-                return model
+    def make(**arguments):
+        with mirrored.scope():
+            model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="zeros")])
+            model.compile(
+                optimizer=sg.SGLD(1e-3, train_size=20, seed=1, jit_compile=False),
+                loss=sg.GaussianNegativeLogLikelihood(),
+                **arguments,
+            )
+        return model
 
-            def fit(model, *callbacks, data=(X, Y), **arguments):
-                if len(data) == 2:
-                    arguments["batch_size"] = 4
-                return model.fit(
-                    *data, shuffle=False, verbose=0, callbacks=callbacks, **arguments
-                )
+    def fit(model, *callbacks, data=(x, y), **arguments):
+        if len(data) == 2:
+            arguments["batch_size"] = 4
+        return model.fit(*data, shuffle=False, verbose=0, callbacks=callbacks, **arguments)
 
-            sums, model, plain = Sums(), make(), make()
-            rows = fit(model, sums).history["rows"]
-            fit(plain)
-            assert rows == [2], rows
-            assert float(sums.steps.numpy()) == 5
-            assert float(sums.total.numpy()) == 190
-            for one, other in zip(model.get_weights(), plain.get_weights()):
-                np.testing.assert_array_equal(one, other)
-            fit(model)
-            assert float(sums.steps.numpy()) == 5 and "train_step" not in vars(model)
+    sums, model, plain = Totals(), make(), make()
+    rows = fit(model, sums).history["rows"]
+    fit(plain)
+    assert rows == [2], rows
+    assert float(sums.steps.numpy()) == 5
+    assert float(sums.total.numpy()) == 190
+    for one, other in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    fit(model)
+    assert float(sums.steps.numpy()) == 5
+    assert "train_step" not in vars(model)
 
-            data = sg.minibatches(X, Y, 4, seed=1, steps=5)
-            fit(model, sums, data=(data,))  # ten updates were before
-            assert data.position == 15, data.position
+    data = sg.minibatches(x, y, 4, seed=1, steps=5)
+    fit(model, sums, data=(data,))  # ten updates were before
+    assert data.position == 15, data.position
 
-            for name, value in (("steps_per_execution", 2), ("jit_compile", True)):
-                for callback in (Sums(), sg.callbacks.ChainMonitor()):
-                    model = make(**{name: value})
-                    try:
-                        fit(model, callback)
-                    except ValueError as error:
-                        assert f"`{name}={value}` on 2 replicas" in str(error), error
-                    else:
-                        raise AssertionError(name)
-            print("fine")
-            """
-        )
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, env=os.environ
-    )
-    assert done.stdout.strip().endswith("fine"), done.stderr
-    assert "UserWarning" not in done.stderr
+    for name, value in (("steps_per_execution", 2), ("jit_compile", True)):
+        for callback in (Totals(), sg.callbacks.ChainMonitor()):
+            model = make(**{name: value})
+            with pytest.raises(ValueError, match=f"`{name}={value}` on 2 replicas"):
+                fit(model, callback)

@@ -1,9 +1,7 @@
 import json
 import logging
-import os
 import subprocess
 import sys
-import textwrap
 
 import keras
 import numpy as np
@@ -724,59 +722,34 @@ def test_backup_and_restore_in_a_new_process(tmp_path):
     assert resumed["history"]["draws"] == [2, 5, 7]
 
 
-def test_two_replicas(tmp_path):
-    script = tmp_path / "replicas.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import json, os
-            os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-            import numpy as np, tensorflow as tf, keras
-            cpu = tf.config.list_physical_devices("CPU")[0]
-            two = 2 * [tf.config.LogicalDeviceConfiguration()]
-            tf.config.set_logical_device_configuration(cpu, two)
-            import keras_sgmcmc as sg
-
-            with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-                model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(2)])
-                model.compile(
-                    optimizer=sg.SGLD(1.0, train_size=20, seed=1, jit_compile=False),
-                    loss=sg.GaussianNegativeLogLikelihood(),
-                )
-            live = {}
-
-            class Live(keras.callbacks.Callback):
-                def on_train_batch_end(self, batch, logs=None):
-                    step = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
-                    live[step] = self.model.get_weights()
-
-            samples = sg.callbacks.PosteriorSamples(1, 2)
-            annealing = sg.callbacks.StepSizeAnnealing(sg.schedules.BlockDecay(0.5, every=2))
-            data = {"x": np.ones((20, 1)), "y": np.zeros((20, 2)), "batch_size": 4, "verbose": 0}
-            history = model.fit(**data, epochs=2, callbacks=[samples, Live(), annealing])
-            for index, step in enumerate(samples.posterior.steps):
-                for drawn, weight in zip(samples.posterior[index], live[step], strict=True):
-                    np.testing.assert_array_equal(drawn, weight)
-            model.optimizer.learning_rate = 3.0
-            try:
-                model.fit(**data, epochs=20, callbacks=[samples])
-                diverged = False
-            except sg.DivergenceError:
-                diverged = True
-            steps = samples.posterior.steps.tolist()[:5]
-            print(json.dumps([steps, history.history["learning_rate"], diverged]))
-            """
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_two_replicas(mirrored):
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(2)])
+        model.compile(
+            optimizer=sg.SGLD(1.0, train_size=20, seed=1, jit_compile=False),
+            loss=sg.GaussianNegativeLogLikelihood(),
         )
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, env=os.environ
-    )
-    assert done.returncode == 0, done.stderr
-    steps, rates, diverged = json.loads(done.stdout.splitlines()[-1])
-    assert steps == [3, 5, 7, 9]  # the draws of the fit that diverged are taken back
-    assert rates == [0.125, 0.03125]
-    assert diverged
-    assert "UserWarning" not in done.stderr
+    live = {}
+
+    class Live(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            step = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
+            live[step] = self.model.get_weights()
+
+    samples = sg.callbacks.PosteriorSamples(1, 2)
+    annealing = sg.callbacks.StepSizeAnnealing(sg.schedules.BlockDecay(0.5, every=2))
+    data = {"x": np.ones((20, 1)), "y": np.zeros((20, 2)), "batch_size": 4, "verbose": 0}
+    history = model.fit(**data, epochs=2, callbacks=[samples, Live(), annealing])
+    for index, step in enumerate(samples.posterior.steps):
+        for drawn, weight in zip(samples.posterior[index], live[step], strict=True):
+            np.testing.assert_array_equal(drawn, weight)
+    assert history.history["learning_rate"] == [0.125, 0.03125]
+    model.optimizer.learning_rate = 3.0
+    with pytest.raises(sg.DivergenceError):
+        model.fit(**data, epochs=20, callbacks=[samples])
+    # The draws of the fit that diverged are taken back.
+    assert samples.posterior.steps.tolist()[:5] == [3, 5, 7, 9]
 
 
 # Arguments.

@@ -1,8 +1,6 @@
 """One step worked by hand; T = 0 is the plain optimizer; the same chain in every mode."""
 
 import contextlib
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -529,45 +527,35 @@ def test_energy_at_stationarity():
 
 # Distribution
 
-MIRRORED = """
-import sys
-import numpy as np
-import tensorflow as tf
-
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-import keras
-import keras_sgmcmc as sg
-
-def build(columns=2000):
-    return keras.Sequential([
-        keras.Input((1,)),
-        keras.layers.Dense(columns, use_bias=False, kernel_initializer="zeros", name="a"),
-        keras.layers.Dense(columns, use_bias=False, kernel_initializer="zeros", name="b"),
-    ])
 
 def copies(variable):
     return [np.array(v.numpy()) for v in variable.value.values]
 
-rng = np.random.default_rng(0)
-x = rng.standard_normal((16, 5)).astype("float32")
-y = (x[:, :1] > 0).astype("float32")
-strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
-# T = 0: one step on two replicas is one step on one, the prior's share included.
-weights = []
-for scope in (strategy.scope, lambda: tf.device("CPU:0")):
-    with scope():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-        model.set_weights([np.full((5, 1), 2.0), np.array([1.0])])
-        model.compile(optimizer=sg.SGLD(0.5, train_size=4, prior=1.0, temperature=0), loss="mse")
-    model.fit(x, y, batch_size=16, verbose=0)
-    weights.append(model.get_weights())
-for a, b in zip(*weights):
-    np.testing.assert_allclose(a, b, atol=1e-6)
+def test_a_plain_step_on_two_replicas_is_one_on_one(mirrored):
+    """At T = 0, the prior's share included."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((16, 5)).astype("float32")
+    y = (x[:, :1] > 0).astype("float32")
 
-for cls, arguments in ((sg.SGLD, {}), (sg.pSGLD, {"epsilon": 1.0, "rho": 0.5})):
-    with strategy.scope():
+    weights = []
+    for scope in (mirrored.scope, lambda: tf.device("CPU:0")):
+        with scope():
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+            model.set_weights([np.full((5, 1), 2.0), np.array([1.0])])
+            model.compile(
+                optimizer=sg.SGLD(0.5, train_size=4, prior=1.0, temperature=0), loss="mse"
+            )
+        model.fit(x, y, batch_size=16, verbose=0)
+        weights.append(model.get_weights())
+    for a, b in zip(*weights, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@samplers
+def test_two_replicas_stay_equal_and_share_no_noise(cls, mirrored):
+    arguments = {"epsilon": 1.0, "rho": 0.5} if cls is sg.pSGLD else {}
+    with mirrored.scope():
         theta = [keras.Variable(np.zeros((4, 5000), "float32"), name=n) for n in "ab"]
         optimizer = cls(0.1, train_size=10, seed=3, prior=1.0, **arguments)
         optimizer.build(theta)
@@ -576,7 +564,8 @@ for cls, arguments in ((sg.SGLD, {}), (sg.pSGLD, {"epsilon": 1.0, "rho": 0.5})):
     def step():
         def replica():
             optimizer.apply([tf.zeros((4, 5000)), tf.zeros((4, 5000))], theta)
-        strategy.run(replica)
+
+        mirrored.run(replica)
 
     previous = [np.zeros((4, 5000))] * 2
     increments = []
@@ -600,37 +589,32 @@ for cls, arguments in ((sg.SGLD, {}), (sg.pSGLD, {"epsilon": 1.0, "rho": 0.5})):
     twin.apply([tf.zeros((4, 5000))], [single])
     np.testing.assert_allclose(single.numpy().ravel(), increments[0], atol=1e-6)
 
-# Through fit, with its data split over the replicas.
-with strategy.scope():
-    model = keras.Sequential(
-        [keras.Input((1,)), keras.layers.Dense(4000, use_bias=False, kernel_initializer="zeros")]
-    )
-    model.compile(
-        optimizer=sg.SGLD(0.1, train_size=16, seed=3, prior=4.0),
-        loss=sg.GaussianNegativeLogLikelihood(1.0),
-    )
-x, y = np.ones((16, 1), "float32"), np.zeros((16, 4000), "float32")
-data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
-model.fit(data.repeat(60), verbose=0)
-squares = []
-for _ in range(6):
-    model.fit(data.repeat(25), verbose=0)
-    first, second = copies(model.trainable_variables[0])
-    np.testing.assert_array_equal(first, second)
-    squares.append(np.mean(first.astype("float64") ** 2))
-h = 20 / 16
-expected = 1 / (16 * h * (1 - 0.1 * h / 2))
-error = expected * np.sqrt(2 / (6 * 4000))
-assert abs(np.mean(squares) - expected) < 4 * error, (np.mean(squares), expected)
-print("mirrored: all right")
-"""
 
-
-def test_two_replicas_stay_equal_and_the_variance_is_right():
-    done = subprocess.run(
-        [sys.executable, "-c", MIRRORED], capture_output=True, text=True, check=False
-    )
-    assert "mirrored: all right" in done.stdout, done.stderr[-3000:]
+def test_the_variance_on_two_replicas_that_share_a_batch(mirrored):
+    with mirrored.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((1,)),
+                keras.layers.Dense(4000, use_bias=False, kernel_initializer="zeros"),
+            ]
+        )
+        model.compile(
+            optimizer=sg.SGLD(0.1, train_size=16, seed=3, prior=4.0),
+            loss=sg.GaussianNegativeLogLikelihood(1.0),
+        )
+    x, y = np.ones((16, 1), "float32"), np.zeros((16, 4000), "float32")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    model.fit(data.repeat(60), verbose=0)
+    squares = []
+    for _ in range(6):
+        model.fit(data.repeat(25), verbose=0)
+        first, second = copies(model.trainable_variables[0])
+        np.testing.assert_array_equal(first, second)
+        squares.append(np.mean(first.astype("float64") ** 2))
+    h = 20 / 16
+    expected = 1 / (16 * h * (1 - 0.1 * h / 2))
+    error = expected * np.sqrt(2 / (6 * 4000))
+    assert abs(np.mean(squares) - expected) < 4 * error, (np.mean(squares), expected)
 
 
 def test_strategy_of_one_replica():
