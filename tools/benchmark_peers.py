@@ -7,7 +7,7 @@ logistic: logistic regression, N = 10,000, D = 50, batches of 500 drawn with rep
 `steps_per_execution=100`, plain `fit` on arrays, BlackJAX's SGLD in a scan of 100 steps, with its
 batches drawn and gathered within the scan or gathered before it, and posteriors' SGLD.
 effective: effective samples a second of SGLD, pSGLD, SGFS and constant SGD on it, and of BlackJAX's
-NUTS on all rows; and how the variances compare.
+NUTS on all rows; and how the variances compare. It needs the extra `diagnostics` too.
 mlp: MLP 784-400-400-10, batch 100: SGLD, pSGLD and Keras' RMSprop through `fit`, with XLA around
 the whole step and without; the SGLD of BlackJAX, step by step and in a scan, and of posteriors.
 cnn: a small CNN, batch 100, the same samplers without a peer, fused and unfused asked for alike.
