@@ -118,8 +118,8 @@ def trace(model, drawn, others, head, from_logits, specs):
     one_batch = tf.function(forward, input_signature=[value_specs, specs], autograph=False)
     structure = one_batch.get_concrete_function().structured_outputs
 
-    def looped(count, one):
-        """What `one(i)`, of the structure of a batch, gives for all i."""
+    def looped(count, one, at_once):
+        """What `one(i)`, of the structure of a batch, gives for all i, some of them at once."""
         arrays = [
             tf.TensorArray(s.dtype, size=count, infer_shape=False, element_shape=s.shape)
             for s in tree.flatten(structure)
@@ -129,7 +129,8 @@ def trace(model, drawn, others, head, from_logits, specs):
             results = tree.flatten(one(i))
             return i + 1, [a.write(i, r) for a, r in zip(arrays, results, strict=True)]
 
-        return tf.while_loop(lambda i, _: i < count, body, (0, arrays))[1]
+        loop = tf.while_loop(lambda i, _: i < count, body, (0, arrays), parallel_iterations=at_once)
+        return loop[1]
 
     def all_batches(values, data, batch_size):
         rows = tf.shape(tree.flatten(data)[0])[0]
@@ -138,14 +139,15 @@ def trace(model, drawn, others, head, from_logits, specs):
             batch = slice(i * batch_size, (i + 1) * batch_size)
             return one_batch(values, tree.map_structure(lambda a: a[batch], data))
 
-        arrays = looped((rows + batch_size - 1) // batch_size, one)
+        arrays = looped((rows + batch_size - 1) // batch_size, one, at_once=10)
         return tree.pack_sequence_as(structure, [array.concat() for array in arrays])
 
     def all_draws(draws, stacked, common, data, batch_size):
         def one(i):
             return all_batches([value[i] for value in stacked] + common, data, batch_size)
 
-        arrays = looped(draws, one)
+        # Or the batches of ten draws would be in memory at once.
+        arrays = looped(draws, one, at_once=1)
         return tree.pack_sequence_as(structure, [array.stack() for array in arrays])
 
     draws = [tf.TensorSpec((None, *s.shape), s.dtype) for s in value_specs[: len(drawn)]]
