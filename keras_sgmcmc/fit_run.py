@@ -157,7 +157,7 @@ class FitRun:
             function, step = composed.function, composed.step
         if self._stream is None:
             self._stream = fused.Stream(self.source, self.model.steps_per_execution)
-        return fused.fused_steps(function, step, self.model, self._stream, self.source)
+        return fused.fused_steps(function, step, self.model, self._stream)
 
     def _run_fused(self, steps, iterator):
         """What Keras would do in one call, to the batch: never beyond the end of an epoch.

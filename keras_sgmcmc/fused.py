@@ -10,10 +10,10 @@ _logger = logging.getLogger(__name__)
 
 # What one block of stacked batches may take; two more are gathered ahead.
 _BLOCK_BYTES = 32 * 2**20
-# A program gathers its batches itself from data that take no more than this on a GPU or TPU, and on
-# a CPU if they are so large that to write and read them once more costs more than a spare thread
-# saves.
+# What the data may take on a GPU or TPU for a program to gather its batches there itself.
 _RESIDENT_BYTES = 2**30
+# Batches from which on it does so on a CPU: to write and read them once more then costs more than
+# another thread saves.
 _LARGE_BATCH_BYTES = 2**20
 _LONGEST_BLOCK = 1000
 # Operations of a step up to which a loop inside XLA is faster on a CPU: it loses the threads of
@@ -66,18 +66,17 @@ class FusedSteps:
 
     Args:
         step: Function of a batch that returns logs.
-        spec: The `element_spec` of a batch.
         stream: A `Stream` of such batches.
     """
 
-    def __init__(self, step, spec, stream):
+    def __init__(self, step, stream):
         def traced(batch):
             return tf.nest.map_structure(tf.convert_to_tensor, step(batch))
 
         # A function of its own: the shapes of its logs are needed before the loop is traced.
         traced = tf.function(traced, autograph=False)
+        spec, resident = stream.spec, stream.resident
         logs = traced.get_concrete_function(spec).structured_outputs
-        resident = stream.resident
 
         def run(first, last, *block):
             def one(index, logs):
@@ -115,12 +114,14 @@ class Stream:
 
     Attributes:
         position: Index of the next batch.
+        spec: The `element_spec` of a batch.
         length: Batches in a block.
         resident: Whether the program gathers the batches from the data.
+        key: What a program for these blocks depends on.
     """
 
     def __init__(self, source, longest):
-        self.position, self._source = source.position, source
+        self.position, self.spec, self._source = source.position, source.element_spec, source
         self._parts = tf.nest.flatten(source.tensors)
         size = sum(part.dtype.size * part.shape.num_elements() for part in self._parts)
         batch = size // source.train_size * source.batch_size
@@ -133,13 +134,9 @@ class Stream:
             self._parts = [tf.identity(part) for part in self._parts]
         else:
             self.length = max(1, min(self.length, _BLOCK_BYTES // max(1, batch)))
+        rows = source.train_size if self.resident else None
+        self.key = repr((self.spec, self.length, rows))
         self._blocks, self._current = iter(()), (-self.length, None)
-
-    @property
-    def key(self):
-        """What a program for these blocks depends on, beside the batches."""
-        shapes = [part.shape for part in self._parts] if self.resident else None
-        return self.length, shapes
 
     def block(self):
         """Where in its block the next batch is, and the block: a list of tensors."""
@@ -181,19 +178,17 @@ def _has_accelerator():
     return any(tf.config.list_logical_devices(kind) for kind in ("GPU", "TPU"))
 
 
-def fused_steps(function, step, model, stream, source):
+def fused_steps(function, step, model, stream):
     """The `FusedSteps` that belong to a train function, kept on it; None if XLA can't make them.
 
     An error in the step itself is left to Keras' own loop, in which it comes again.
     """
-    spec = source.element_spec
     kept = vars(function).setdefault("fused_steps", {})
-    key = repr((spec, stream.key))
-    if key not in kept:
+    if stream.key not in kept:
         try:
-            kept[key] = FusedSteps(step, spec, stream)
+            kept[stream.key] = FusedSteps(step, stream)
         except Exception as error:
-            kept[key] = None
+            kept[stream.key] = None
             _logger.debug(
                 "Steps of `%s` are not fused, since they can't be compiled: %s", model.name, error
             )
@@ -201,4 +196,4 @@ def fused_steps(function, step, model, stream, source):
             _logger.debug(
                 "Steps of `%s` are fused, up to %d in a program", model.name, stream.length
             )
-    return kept[key]
+    return kept[stream.key]

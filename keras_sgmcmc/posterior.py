@@ -632,9 +632,8 @@ class Posterior:
         specs = tree.map_structure(lambda a: tf.TensorSpec((None, *a.shape[1:]), a.dtype), batch)
         key = (head, from_logits, getattr(self.model, "_compile_config", None), str(specs))
         if key not in self._functions:
-            variables = self.variables, self._others
             self._functions[key] = predictive.trace(
-                self.model, *variables, head, from_logits, specs
+                self.model, self.variables, self._others, head, from_logits, specs
             )
         return self._functions[key]
 

@@ -142,9 +142,9 @@ def trace(model, drawn, others, head, from_logits, specs):
         arrays = looped((rows + batch_size - 1) // batch_size, one, at_once=10)
         return tree.pack_sequence_as(structure, [array.concat() for array in arrays])
 
-    def all_draws(draws, stacked, common, data, batch_size):
+    def all_draws(draws, values, common, data, batch_size):
         def one(i):
-            return all_batches([value[i] for value in stacked] + common, data, batch_size)
+            return all_batches([value[i] for value in values] + common, data, batch_size)
 
         # Or the batches of ten draws would be in memory at once.
         arrays = looped(draws, one, at_once=1)

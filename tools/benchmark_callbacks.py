@@ -23,12 +23,12 @@ import keras_sgmcmc as sg
 ROWS, BATCH = 10_000, 100
 
 
-def compiled_mlp(optimizer, **arguments):
+def compiled_mlp(optimizer, width=400, **arguments):
     model = keras.Sequential(
         [
             keras.Input((784,)),
-            keras.layers.Dense(400, activation="relu"),
-            keras.layers.Dense(400, activation="relu"),
+            keras.layers.Dense(width, activation="relu"),
+            keras.layers.Dense(width, activation="relu"),
             keras.layers.Dense(10),
         ]
     )

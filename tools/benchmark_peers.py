@@ -180,17 +180,14 @@ def effective(args):
         ess = sg.diagnostics.effective_sample_size(draws[None]).min()
         error = np.abs(draws.mean(0) - exact.mean(0)) / exact.std(0)
         row = {
-            "variant": name,
             "us": 1e6 * seconds / len(draws),
-            "effective_per_second": ess / seconds,
-            "mean": np.sqrt(np.mean(error**2)),
-            "variance": np.mean(draws.var(0) / exact.var(0)),
+            "effective_per_second": float(ess / seconds),
+            "mean": float(np.sqrt(np.mean(error**2))),
+            "variance": float(np.mean(draws.var(0) / exact.var(0))),
         }
-        figures = f"{row['us']:10.0f} {ess / seconds:12.0f} {row['mean']:7.3f}"
-        print(f"{name:44} {figures} {row['variance']:9.3f}", flush=True)
-        rows.append(
-            {"model": "effective", **{k: v if k == "variant" else float(v) for k, v in row.items()}}
-        )
+        us, rate, mean, variance = row.values()
+        print(f"{name:44} {us:10.0f} {rate:12.0f} {mean:7.3f} {variance:9.3f}", flush=True)
+        rows.append({"model": "effective", "variant": name, **row})
 
     report("NUTS, BlackJAX, all rows", exact, seconds)
     for name, (sampler, thinning) in ways.items():

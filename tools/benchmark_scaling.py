@@ -23,21 +23,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
+from benchmark_callbacks import compiled_mlp
 from benchmark_peers import binary_data, fitted, logistic_regression, machine, medians
 
 import keras_sgmcmc as sg
 from keras_sgmcmc import compilation
 from keras_sgmcmc.optimizers.factors import factorise
 from keras_sgmcmc.vectorized_chains import StackedChains
-
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def perceptron(width, optimizer):
-    hidden = [keras.layers.Dense(width, activation="relu") for _ in range(2)]
-    model = keras.Sequential([keras.Input((784,)), *hidden, keras.layers.Dense(10)])
-    model.compile(optimizer, LOSS, jit_compile=True)
-    return model
 
 
 def images(rows):
@@ -76,19 +68,15 @@ def parameters(repeats):
     N, S = 2000, 100
     x, y = images(N)
     variants = {}
-
-    def count(width):
-        return 784 * width + width + width * width + width + 10 * width + 10
-
     for width in (12, 106, 680, 2780):
-        steps = int(np.clip(2e8 / count(width), 20, 400))
-        data = sg.minibatches(x, y, S, seed=1, steps=steps)
         for name, optimizer in (
             ("SGLD", sg.SGLD(1e-4, train_size=N, prior=1.0, seed=1)),
             ("RMSprop", keras.optimizers.RMSprop(1e-5)),
         ):
-            turn = fitted(perceptron(width, optimizer), data, shuffle=False)
-            variants[name, count(width)] = turn
+            model = compiled_mlp(optimizer, width, jit_compile=True)
+            steps = int(np.clip(2e8 / model.count_params(), 20, 400))
+            data = sg.minibatches(x, y, S, seed=1, steps=steps)
+            variants[name, model.count_params()] = fitted(model, data, shuffle=False)
     growth(
         "parameters, batch 100, jit_compile=True",
         "us a step",
@@ -104,7 +92,8 @@ def batch(repeats):
     for size in (10, 100, 1000, 10_000):
         data = sg.minibatches(x, y, size, seed=1, steps=int(np.clip(2e4 / size, 10, 300)))
         sampler = sg.SGLD(1e-4, train_size=N, prior=1.0, seed=1)
-        variants["SGLD", size] = fitted(perceptron(400, sampler), data, shuffle=False)
+        model = compiled_mlp(sampler, jit_compile=True)
+        variants["SGLD", size] = fitted(model, data, shuffle=False)
     weights = 784 * 400 + 400 * 400 + 400 * 10
     growth(
         "batch, 478,410 weights, jit_compile=True",
