@@ -156,7 +156,8 @@ class FitRun:
             composed = self._composed()
             function, step = composed.function, composed.step
         if self._stream is None:
-            self._stream = fused.Stream(self.source, self.model.steps_per_execution)
+            chains = getattr(self.model, "chains", 1)
+            self._stream = fused.Stream(self.source, self.model.steps_per_execution, chains)
         return fused.fused_steps(function, step, self.model, self._stream)
 
     def _run_fused(self, steps, iterator):

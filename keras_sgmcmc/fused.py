@@ -5,6 +5,7 @@ import math
 
 import keras
 import tensorflow as tf
+from keras import ops
 
 _logger = logging.getLogger(__name__)
 
@@ -16,6 +17,9 @@ _RESIDENT_BYTES = 2**30
 # another thread saves.
 _LARGE_BATCH_BYTES = 2**20
 _LONGEST_BLOCK = 1000
+# Numbers in a row from which on XLA for a CPU gathers it well as it is, and up to which it does so
+# in any shape.
+_LONG_ROW, _SHORT_ROW = 64, 32
 # Operations of a step up to which a loop inside XLA is faster on a CPU: it loses the threads of
 # large products.
 _CPU_OPERATIONS = 1e8
@@ -75,18 +79,31 @@ class FusedSteps:
 
         # A function of its own: the shapes of its logs are needed before the loop is traced.
         traced = tf.function(traced, autograph=False)
-        spec, resident = stream.spec, stream.resident
+        spec, resident, chains = stream.spec, stream.resident, stream.chains
         logs = traced.get_concrete_function(spec).structured_outputs
 
         def run(first, last, *block):
-            def one(index, logs):
+            rows, *parts = block if resident else (None, *block)
+            buffers = _buffers(rows, parts, chains)
+
+            def one(index, logs, buffers):
                 del logs
-                batch = tf.nest.pack_sequence_as(spec, _batch(block, index, resident))
-                return index + 1, traced(batch)
+                if resident:
+                    batch, buffers = _gather(rows[index], parts, buffers, chains)
+                else:
+                    batch = [part[index] for part in parts]
+                batch = [
+                    tf.reshape(part, like.shape)
+                    for part, like in zip(batch, tf.nest.flatten(spec), strict=True)
+                ]
+                return index + 1, traced(tf.nest.pack_sequence_as(spec, batch)), buffers
 
             nothing = tf.nest.map_structure(lambda out: tf.zeros(out.shape, out.dtype), logs)
             return tf.while_loop(
-                lambda index, logs: index < last, one, [first, nothing], parallel_iterations=1
+                lambda index, *_: index < last,
+                one,
+                [first, nothing, buffers],
+                parallel_iterations=1,
             )[1]
 
         function = tf.function(run, jit_compile=True, autograph=False)
@@ -117,10 +134,12 @@ class Stream:
         spec: The `element_spec` of a batch.
         length: Batches in a block.
         resident: Whether the program gathers the batches from the data.
+        chains: Number of chains whose batches, of equal length, make up a batch.
         key: What a program for these blocks depends on.
     """
 
-    def __init__(self, source, longest):
+    def __init__(self, source, longest, chains=1):
+        self.chains = chains
         self.position, self.spec, self._source = source.position, source.element_spec, source
         self._parts = tf.nest.flatten(source.tensors)
         size = sum(part.dtype.size * part.shape.num_elements() for part in self._parts)
@@ -131,11 +150,11 @@ class Stream:
         else:
             self.resident = batch >= _LARGE_BATCH_BYTES
         if self.resident:
-            self._parts = [tf.identity(part) for part in self._parts]
+            self._parts = [_cut(tf.identity(part)) for part in self._parts]
         else:
             self.length = max(1, min(self.length, _BLOCK_BYTES // max(1, batch)))
         rows = source.train_size if self.resident else None
-        self.key = repr((self.spec, self.length, rows))
+        self.key = repr((self.spec, self.length, rows, chains))
         self._blocks, self._current = iter(()), (-self.length, None)
 
     def block(self):
@@ -166,12 +185,49 @@ class Stream:
         return iter(firsts.map(make).prefetch(2))
 
 
-def _batch(block, index, resident):
-    """The parts of batch number `index` of a block."""
-    if not resident:
-        return [part[index] for part in block]
-    rows, *parts = block
-    return [tf.gather(part, rows[index]) for part in parts]
+def _cut(part):
+    """A part of the data, its rows cut into short ones where XLA for a CPU gathers those faster."""
+    rows, size = part.shape[0], math.prod(part.shape[1:])
+    short = next((k for k in (2, 3, 5, 7) if size % k == 0), None)
+    if _has_accelerator() or short is None or not _SHORT_ROW < size < _LONG_ROW:
+        return part
+    return tf.reshape(part, [rows, size // short, short])
+
+
+def _buffers(rows, parts, chains):
+    """For the parts that are gathered chain by chain, position to what their rows are written to.
+
+    As one operation XLA for a CPU would gather the rows of all chains number by number, and share
+    them among the cores, of which one then reads what another has written.
+    """
+    if chains == 1 or rows is None or _has_accelerator():
+        return {}
+    return {
+        k: tf.zeros([rows.shape[1], *part.shape[1:]], part.dtype)
+        for k, part in enumerate(parts)
+        if math.prod(part.shape[1:]) < _LONG_ROW
+    }
+
+
+def _gather(rows, parts, buffers, chains):
+    """Rows of each part of the data, and the buffers with what is in them now."""
+    of_chain = tf.reshape(rows, [chains, -1])
+    length = of_chain.shape[1]
+
+    def one(chain, buffers):
+        some = {k: tf.gather(parts[k], of_chain[chain]) for k in buffers}
+        at = chain * length
+        return chain + 1, {
+            k: ops.slice_update(buffer, [at] + [0] * (len(buffer.shape) - 1), some[k])
+            for k, buffer in buffers.items()
+        }
+
+    if buffers:
+        _, buffers = tf.while_loop(
+            lambda chain, _: chain < chains, one, [0, buffers], parallel_iterations=1
+        )
+    batch = [buffers[k] if k in buffers else tf.gather(part, rows) for k, part in enumerate(parts)]
+    return batch, buffers
 
 
 def _has_accelerator():
