@@ -60,6 +60,12 @@ def traced(function):
     return tf.function(function, autograph=False)
 
 
+def read(function):
+    """`function` of no arguments as one call, for values that are wanted again and again."""
+    # The one trace by itself: to find it among several takes time at every call.
+    return tf.function(function, autograph=False).get_concrete_function()
+
+
 def any_shapes(function, *dtypes):
     """`function` of tensors of any shapes as one graph, traced once for all that call it."""
     signature = [tf.TensorSpec(None, dtype) for dtype in dtypes]

@@ -210,7 +210,9 @@ class Minibatches(tf.data.Dataset):
 
     def skip(self, count):
         """Count batches as consumed that no iterator of this dataset has brought."""
-        self._position.assign_add(count, read_value=False)
+        # Not `assign_add`, of which most would be Python's.
+        count = tf.constant(count, tf.int64)
+        tf.raw_ops.AssignAddVariableOp(resource=self._position.handle, value=count)
 
     @property
     def element_spec(self):

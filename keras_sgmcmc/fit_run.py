@@ -158,7 +158,7 @@ class FitRun:
         if self._stream is None:
             chains = getattr(self.model, "chains", 1)
             self._stream = fused.Stream(self.source, self.model.steps_per_execution, chains)
-        return fused.fused_steps(function, step, self.model, self._stream)
+        return fused.fused_steps(function, step, self.model, self.optimizer, self._stream)
 
     def _run_fused(self, steps, iterator):
         """What Keras would do in one call, to the batch: never beyond the end of an epoch.
@@ -179,18 +179,22 @@ class FitRun:
         if self._calls * count >= self.source.steps:
             count = left
         count = min(count, left)
+        # Read where it is asked for before a program has told it.
+        self._batches = None
         if total is not None:
             count = min(count, total - self._done)
         self._done += count
         while count:
             some = min(count, self._batches_to_next_stop())
             self._stream.position = self._first + self._taken
-            logs = steps(self._stream, some)
+            logs, batches = steps(self._stream, some)
+            self._batches = int(batches)
             self._taken += some
             count -= some
             if count:
+                step = self._batches // (self.optimizer.gradient_accumulation_steps or 1)
                 for member in self._stopping():
-                    member.arrive()
+                    member.arrive(step=step)
         return logs
 
     def _stopping(self):
@@ -201,8 +205,10 @@ class FitRun:
         stops = [member.exact_step() for member in self._stopping()]
         if not stops:
             return self.model.steps_per_execution
+        if self._batches is None:
+            self._batches = int(self.optimizer._iterations.numpy())
         batches = min(stops) * (self.optimizer.gradient_accumulation_steps or 1)
-        return max(1, batches - int(self.optimizer._iterations.numpy()))
+        return max(1, batches - self._batches)
 
     # The data.
 

@@ -70,10 +70,11 @@ class FusedSteps:
 
     Args:
         step: Function of a batch that returns logs.
+        iterations: The optimizer's variable that counts batches.
         stream: A `Stream` of such batches.
     """
 
-    def __init__(self, step, stream):
+    def __init__(self, step, iterations, stream):
         def traced(batch):
             return tf.nest.map_structure(tf.convert_to_tensor, step(batch))
 
@@ -99,12 +100,13 @@ class FusedSteps:
                 return index + 1, traced(tf.nest.pack_sequence_as(spec, batch)), buffers
 
             nothing = tf.nest.map_structure(lambda out: tf.zeros(out.shape, out.dtype), logs)
-            return tf.while_loop(
+            _, last_logs, _ = tf.while_loop(
                 lambda index, *_: index < last,
                 one,
                 [first, nothing, buffers],
                 parallel_iterations=1,
-            )[1]
+            )
+            return last_logs, tf.convert_to_tensor(iterations)
 
         function = tf.function(run, jit_compile=True, autograph=False)
         nothing = tf.constant(0), tf.constant(0), *stream.block()[1]
@@ -113,14 +115,18 @@ class FusedSteps:
         self._run(*nothing)
 
     def __call__(self, stream, count):
-        """Run `count` steps on the batches of a `Stream`; the logs of the last."""
+        """Run `count` steps on the batches of a `Stream`.
+
+        Returns:
+            The logs of the last, and `iterations` after it.
+        """
         while count:
             first, block = stream.block()
             last = min(first + count, stream.length)
-            logs = self._run(tf.constant(first), tf.constant(last), *block)
+            logs, iterations = self._run(tf.constant(first), tf.constant(last), *block)
             stream.advance(last - first)
             count -= last - first
-        return logs
+        return logs, iterations
 
 
 class Stream:
@@ -234,7 +240,7 @@ def _has_accelerator():
     return any(tf.config.list_logical_devices(kind) for kind in ("GPU", "TPU"))
 
 
-def fused_steps(function, step, model, stream):
+def fused_steps(function, step, model, optimizer, stream):
     """The `FusedSteps` that belong to a train function, kept on it; None if XLA can't make them.
 
     An error in the step itself is left to Keras' own loop, in which it comes again.
@@ -242,7 +248,7 @@ def fused_steps(function, step, model, stream):
     kept = vars(function).setdefault("fused_steps", {})
     if stream.key not in kept:
         try:
-            kept[stream.key] = FusedSteps(step, stream)
+            kept[stream.key] = FusedSteps(step, optimizer._iterations, stream)
         except Exception as error:
             kept[stream.key] = None
             _logger.debug(

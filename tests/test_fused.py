@@ -12,6 +12,7 @@ import keras_sgmcmc as sg
 from keras_sgmcmc import fused
 from keras_sgmcmc.callbacks.chain_monitor import DivergenceError
 from keras_sgmcmc.fit_run import FitRun
+from keras_sgmcmc.vectorized_chains import StackedChains
 
 # What is fused is compiled all the same.
 pytestmark = pytest.mark.usefixtures("without_xla")
@@ -658,6 +659,26 @@ def test_resident_data_of_other_lengths_in_one_model():
         return outcome(model, data, *histories)
 
     assert_close(run(True), run(False))
+
+
+@pytest.mark.parametrize("large", [0, 2**20])
+@pytest.mark.parametrize("width", [40, 43, 100])
+def test_batches_of_stacked_chains(width, large, log, monkeypatch):
+    """Their rows are gathered chain by chain, and long ones at once."""
+    monkeypatch.setattr(fused, "_LARGE_BATCH_BYTES", large)
+    chains = 3
+    x = RNG.standard_normal((ROWS, width)).astype("float32")
+
+    def run(block, fuse):
+        models = []
+        for _ in range(chains):
+            models.append(keras.Sequential([keras.Input((width,)), layers.Dense(1, name="out")]))
+            models[-1].compile(sampler(), loss(), steps_per_execution=block)
+        model = StackedChains(models, seed=1)
+        data = sg.minibatches(x, Y, chains * 4, seed=3, steps=STEPS, fuse=fuse)
+        return outcome(model, data, fit(model, data))
+
+    in_blocks(run, log)
 
 
 @pytest.mark.parametrize("budget", [0, 2**30])

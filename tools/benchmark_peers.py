@@ -52,11 +52,11 @@ def table(title, times, work):
     limit = max(flops / machine()[0], size / machine()[1])
     first = next(iter(times))
     print(f"\n{title}: at least {1e6 * limit:.0f} us a step ({flops:.3g} flops, {size:.3g} bytes)")
-    print(f"{'':44} {'us a step':>10} {'x the first':>17}")
+    print(f"{'':52} {'us a step':>10} {'x the first':>17}")
     rows = []
     for name, values in times.items():
         middle, error = median_and_error(values / times[first])
-        print(f"{name:44} {1e6 * np.median(values):10.0f} {middle:8.3f} +- {error:.3f}", flush=True)
+        print(f"{name:52} {1e6 * np.median(values):10.0f} {middle:8.3f} +- {error:.3f}", flush=True)
         row = {"model": title, "variant": name, "us": 1e6 * float(np.median(values))}
         rows.append({**row, "ratio": middle, "error": error, "limit_us": 1e6 * limit})
     return rows
@@ -132,15 +132,18 @@ def logistic(args):
     x, y = binary_data(N, D)
     data = sg.minibatches(x, y, S, seed=1, steps=steps)
 
-    def fused(length, sampler=None):
+    def fused(length, sampler=None, watch=None):
         model = logistic_regression(N, D, sampler, steps_per_execution=length)
-        monitor = [sg.callbacks.ChainMonitor()]
-        return fitted(model, data, callbacks=monitor, shuffle=False)
+        watch = watch or sg.callbacks.ChainMonitor()
+        return fitted(model, data, callbacks=[watch], shuffle=False)
 
     variants = {
         "SGLD, fit, steps_per_execution=100": fused(100),
         "SGLD, fit, steps_per_execution=1000": fused(1000),
         "pSGLD, fit, steps_per_execution=100": fused(100, sg.pSGLD(1e-3, train_size=N, prior=1.0)),
+        "SGLD, fit, steps_per_execution=100, every 10th drawn": fused(
+            100, watch=sg.callbacks.PosteriorSamples(0, thinning=10, max_samples=2 * steps)
+        ),
         "SGLD, plain fit on arrays": fitted(
             logistic_regression(N, D), x, y, batch_size=S, epochs=1
         ),

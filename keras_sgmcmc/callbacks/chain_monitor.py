@@ -107,7 +107,7 @@ class ChainMonitor(StepCallback):
             raise ValueError(f"`health` should be True or False. Received: health={health!r}")
         self.health = bool(health)
         self._health = ChainHealth() if self.health else None
-        self._watched = []
+        self._watched, self._read = [], (None, [])
         self._stability_checked, self._step_curvature = False, None
 
     def on_train_begin(self, logs=None):
@@ -134,12 +134,20 @@ class ChainMonitor(StepCallback):
                 "The model has no trainable variables, so there is nothing to sample. Unfreeze "
                 "layers and compile the model again."
             )
-        if not same_variables(variables, self._watched):
+        shown = self._shown()
+        if not (same_variables(variables, self._watched) and same_variables(shown, self._read[1])):
             self._watched = variables
-            self._largest = compilation.traced(lambda: ops.stack(list(map(_largest, variables))))
+            read = compilation.read(
+                lambda: (ops.stack(list(map(_largest, variables))), _values(shown))
+            )
+            self._read = read, shown
         _, largest = self._look()
-        self._judged = self._growing_since = self.step
+        self._checked = self._judged = self._growing_since = self.step
         self._previous = self._smallest = largest
+
+    def _shown(self):
+        """Variables whose values are wanted too, where the weights are looked at."""
+        return []
 
     def next_due(self):
         return self._checked + self.every
@@ -205,6 +213,7 @@ class ChainMonitor(StepCallback):
 
     def check(self):
         """Raise `DivergenceError` if the chain has diverged by now."""
+        self._checked = self.step
         variable, largest = self._look()
         steps, before = self.step - self._judged, self._previous
         if steps < _WINDOW:
@@ -221,8 +230,9 @@ class ChainMonitor(StepCallback):
 
     def _look(self):
         """The variable with the largest weight, and that weight, which has to be finite."""
-        self._checked = self.step
-        largest = ops.convert_to_numpy(self._largest())
+        self._seen = self.step
+        largest, self._values_seen = self._read[0]()
+        largest = ops.convert_to_numpy(largest)
         worst = int(np.argmax(largest))  # the first NaN, if there is one
         if not math.isfinite(largest[worst]):
             raise self.error(self._watched[worst], "is not finite")
@@ -251,6 +261,10 @@ class ChainMonitor(StepCallback):
 def same_variables(some, others):
     """Whether two lists hold the same variables (not equal ones) in the same order."""
     return list(map(id, some)) == list(map(id, others))
+
+
+def _values(variables):
+    return [ops.convert_to_tensor(variable) for variable in variables]
 
 
 def _largest(variable):

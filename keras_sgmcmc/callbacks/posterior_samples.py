@@ -114,9 +114,12 @@ class PosteriorSamples(ChainMonitor):
                 stacklevel=2,
             )
 
+    def _shown(self):
+        return _drawn_variables(self.model)
+
     def begin(self):
         super().begin()
-        variables = _drawn_variables(self.model)
+        variables = self._shown()
         if not self._draws:
             self._variables = variables
             drawn = {id(variable) for variable in variables}
@@ -208,7 +211,9 @@ class PosteriorSamples(ChainMonitor):
         if not self._frozen_checked:
             self._frozen_checked = True
             self._warn_if_frozen_moved()
-        draw = [read_only_copy(variable) for variable in self._variables]
+        if self._seen < self.step:
+            self._look()
+        draw = [read_only_copy(value) for value in self._values_seen]
         now = time.perf_counter()
         if self._clock is not None:
             self._timed_seconds += now - self._clock[0]

@@ -41,9 +41,15 @@ class StepCount:
     def _read(self):
         self._value = self.most = int(self._optimizer.iterations.numpy())
 
-    def advance(self):
-        """Note that batches were trained on, at most those between two calls of a callback."""
-        self.most += self._block
+    def advance(self, value=None):
+        """Note that batches were trained on, at most those between two calls of a callback.
+
+        The new `value` may be known.
+        """
+        if value is None:
+            self.most += self._block
+        else:
+            self._value = self.most = value
 
     @property
     def value(self):
@@ -151,9 +157,9 @@ class StepCallback(keras.callbacks.Callback):
             self._begin()
         self.arrive(logs)
 
-    def arrive(self, logs=None):
-        """Act if a step at which to act has come."""
-        self._count.advance()
+    def arrive(self, logs=None, step=None):
+        """Act if a step at which to act has come; the step may be known."""
+        self._count.advance(step)
         if self._count.has_reached(self._due):
             self.on_due(logs)
             self._due = self.next_due()

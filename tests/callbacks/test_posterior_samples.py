@@ -314,7 +314,10 @@ def test_weights_are_copied_only_for_draws(monkeypatch):
 
     def counting_copy(variable):
         copied.append(int(model.optimizer.iterations))
-        return copy(variable)
+        before = len(read)
+        array = copy(variable)
+        del read[before:]
+        return array
 
     monkeypatch.setattr(posterior_samples, "read_only_copy", counting_copy)
     model = counting_model()
@@ -323,7 +326,8 @@ def test_weights_are_copied_only_for_draws(monkeypatch):
     fit(model, sg.callbacks.PosteriorSamples(2, 4), *others, epochs=2)
     # Once at the start, for its size, and at the draws.
     assert copied == [0, 6, 10, 14, 18]
-    assert read.count((1, 1)) == len(copied)
+    assert () in read
+    assert (1, 1) not in read
 
 
 def test_the_posterior_is_made_once_for_the_same_draws():
