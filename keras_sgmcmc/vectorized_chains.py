@@ -36,7 +36,7 @@ class StackedChains(keras.Model):
         _check(template)
         # Not tracked: its variables only lend their place to those of a chain.
         vars(self)["template"] = template
-        self.chains = len(models)
+        self.stacked_chains = len(models)
         self._stacked = []
         for variables in zip(*(model.trainable_variables for model in models), strict=True):
             first = variables[0]
@@ -58,7 +58,7 @@ class StackedChains(keras.Model):
         return 6 * sum(int(np.prod(v.shape[1:])) for v in self._stacked)
 
     def call(self, x, training=None):
-        template, chains = self.template, self.chains
+        template, chains = self.template, self.stacked_chains
         arguments = {"training": training} if template._call_has_training_arg else {}
 
         def one(given):
@@ -86,9 +86,13 @@ class StackedChains(keras.Model):
         whole = Posterior(
             self.template,
             self.template.trainable_variables,
-            [[array[chain] for array in draw] for chain in range(self.chains) for draw in draws],
-            np.tile(stacked.steps, self.chains),
-            chain_ids=np.repeat(np.arange(self.chains), len(draws)),
+            [
+                [array[chain] for array in draw]
+                for chain in range(self.stacked_chains)
+                for draw in draws
+            ],
+            np.tile(stacked.steps, self.stacked_chains),
+            chain_ids=np.repeat(np.arange(self.stacked_chains), len(draws)),
         )
         whole.seconds = stacked.seconds
         return whole

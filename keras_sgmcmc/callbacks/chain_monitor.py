@@ -230,7 +230,6 @@ class ChainMonitor(StepCallback):
 
     def _look(self):
         """The variable with the largest weight, and that weight, which has to be finite."""
-        self._seen = self.step
         largest, self._values_seen = self._read[0]()
         largest = ops.convert_to_numpy(largest)
         worst = int(np.argmax(largest))  # the first NaN, if there is one

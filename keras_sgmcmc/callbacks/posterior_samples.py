@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import time
 import warnings
 
@@ -117,7 +118,15 @@ class PosteriorSamples(ChainMonitor):
     def _shown(self):
         return _drawn_variables(self.model)
 
+    def _look(self):
+        found = super()._look()
+        if self.step < self._next_draw:
+            # Nothing is to be drawn: held, they would make the next update copy all weights.
+            self._values_seen = None
+        return found
+
     def begin(self):
+        self._next_draw = math.inf
         super().begin()
         variables = self._shown()
         if not self._draws:
@@ -211,9 +220,10 @@ class PosteriorSamples(ChainMonitor):
         if not self._frozen_checked:
             self._frozen_checked = True
             self._warn_if_frozen_moved()
-        if self._seen < self.step:
+        if self._values_seen is None:
             self._look()
         draw = [read_only_copy(value) for value in self._values_seen]
+        self._values_seen = None
         now = time.perf_counter()
         if self._clock is not None:
             self._timed_seconds += now - self._clock[0]
