@@ -17,8 +17,8 @@ _RESIDENT_BYTES = 2**30
 # another thread saves.
 _LARGE_BATCH_BYTES = 2**20
 _LONGEST_BLOCK = 1000
-# XLA for a CPU takes 1.3 to 2 times as long over gathering rows of 48 to 60 numbers as over the same
-# rows cut into shorter ones; up to 30 it makes no difference, and from 64 on those take longer.
+# Rows of 48 to 60 numbers take XLA for a CPU 1.3 to 2 times as long to gather as the same rows cut
+# into shorter ones; up to 30 it makes no difference, from 64 on those take longer.
 _SHORT_ROW, _LONG_ROW = 32, 64
 # Operations of a step up to which a loop inside XLA is faster on a CPU: it loses the threads of
 # large products.
