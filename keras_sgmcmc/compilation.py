@@ -60,8 +60,8 @@ def traced(function):
     return tf.function(function, autograph=False)
 
 
-def read(function):
-    """`function` of no arguments as one call, for values that are wanted again and again."""
+def concrete(function):
+    """`function` of no arguments as one graph, for what is called again and again."""
     # The one trace by itself: to find it among several takes time at every call.
     return tf.function(function, autograph=False).get_concrete_function()
 

@@ -137,7 +137,7 @@ class ChainMonitor(StepCallback):
         shown = self._shown()
         if not (same_variables(variables, self._watched) and same_variables(shown, self._read[1])):
             self._watched = variables
-            read = compilation.read(
+            read = compilation.concrete(
                 lambda: (ops.stack(list(map(_largest, variables))), _values(shown))
             )
             self._read = read, shown
