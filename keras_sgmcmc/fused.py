@@ -15,9 +15,9 @@ _BLOCK_BYTES = 32 * 2**20
 _RESIDENT_BYTES = 2**30
 # Batches from which on it does so on a CPU: to write and read them once more then costs more than
 # another thread saves.
-_LARGE_BATCH_BYTES = 2**20
+_LARGE_BATCH_BYTES = 2**18
 _LONGEST_BLOCK = 1000
-# Rows of 48 to 60 numbers take XLA for a CPU 1.3 to 2 times as long to gather as the same rows cut
+# Rows of 48 to 60 numbers take XLA for a CPU 1.2 to 2 times as long to gather as the same rows cut
 # into shorter ones; up to 30 it makes no difference, from 64 on those take longer.
 _SHORT_ROW, _LONG_ROW = 32, 64
 # Operations of a step up to which a loop inside XLA is faster on a CPU: it loses the threads of

@@ -661,7 +661,7 @@ def test_resident_data_of_other_lengths_in_one_model():
     assert_close(run(True), run(False))
 
 
-@pytest.mark.parametrize("large", [0, 2**20])
+@pytest.mark.parametrize("large", [0, 2**18])
 @pytest.mark.parametrize("width", [40, 43, 100])
 def test_batches_of_stacked_chains(width, large, log, monkeypatch):
     """Their rows are gathered chain by chain, and long ones at once."""

@@ -130,7 +130,7 @@ def draws(repeats):
 
 
 def chains(repeats):
-    N, D, S, steps = 10_000, 50, 500, 1000
+    N, D, S, steps = 10_000, 50, 500, 3000
     x, y = binary_data(N, D)
     variants = {}
     for count in (1, 4, 16, 64):
