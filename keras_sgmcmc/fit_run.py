@@ -179,7 +179,7 @@ class FitRun:
         if self._calls * count >= self.source.steps:
             count = left
         count = min(count, left)
-        # Read where it is asked for before a program has told it.
+        # A tensor of the last program, which is waited for only where a callback may have to act.
         self._batches = None
         if total is not None:
             count = min(count, total - self._done)
@@ -187,12 +187,11 @@ class FitRun:
         while count:
             some = min(count, self._batches_to_next_stop())
             self._stream.position = self._first + self._taken
-            logs, batches = steps(self._stream, some)
-            self._batches = int(batches)
+            logs, self._batches = steps(self._stream, some)
             self._taken += some
             count -= some
             if count:
-                step = self._batches // (self.optimizer.gradient_accumulation_steps or 1)
+                step = int(self._batches) // (self.optimizer.gradient_accumulation_steps or 1)
                 for member in self._stopping():
                     member.arrive(step=step)
         return logs
@@ -206,9 +205,9 @@ class FitRun:
         if not stops:
             return self.model.steps_per_execution
         if self._batches is None:
-            self._batches = int(self.optimizer._iterations.numpy())
+            self._batches = self.optimizer._iterations.numpy()
         batches = min(stops) * (self.optimizer.gradient_accumulation_steps or 1)
-        return max(1, batches - self._batches)
+        return max(1, batches - int(self._batches))
 
     # The data.
 

@@ -17,8 +17,8 @@ _RESIDENT_BYTES = 2**30
 # another thread saves.
 _LARGE_BATCH_BYTES = 2**18
 _LONGEST_BLOCK = 1000
-# Rows of 48 to 60 numbers take XLA for a CPU 1.2 to 2 times as long to gather as the same rows cut
-# into shorter ones; up to 30 it makes no difference, from 64 on those take longer.
+# Rows of 48 to 60 numbers take XLA for a CPU longer to gather than the same rows cut into shorter
+# ones; up to 30 it makes no difference, from 64 on it is the other way round.
 _SHORT_ROW, _LONG_ROW = 32, 64
 # Operations of a step up to which a loop inside XLA is faster on a CPU: it loses the threads of
 # large products.
@@ -82,6 +82,7 @@ class FusedSteps:
         traced = tf.function(traced, autograph=False)
         spec, resident, chains = stream.spec, stream.resident, stream.chains
         logs = traced.get_concrete_function(spec).structured_outputs
+        shapes = [like.shape for like in tf.nest.flatten(spec)]
 
         def run(first, last, *block):
             rows, *parts = block if resident else (None, *block)
@@ -91,13 +92,10 @@ class FusedSteps:
                 del logs
                 if resident:
                     batch, buffers = _gather(rows[index], parts, buffers, chains)
+                    batch = map(tf.reshape, batch, shapes)  # they may be cut
                 else:
                     batch = [part[index] for part in parts]
-                batch = [
-                    tf.reshape(part, like.shape)
-                    for part, like in zip(batch, tf.nest.flatten(spec), strict=True)
-                ]
-                return index + 1, traced(tf.nest.pack_sequence_as(spec, batch)), buffers
+                return index + 1, traced(tf.nest.pack_sequence_as(spec, list(batch))), buffers
 
             nothing = tf.nest.map_structure(lambda out: tf.zeros(out.shape, out.dtype), logs)
             _, last_logs, _ = tf.while_loop(

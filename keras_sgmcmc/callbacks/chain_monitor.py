@@ -137,10 +137,13 @@ class ChainMonitor(StepCallback):
         shown = self._shown()
         if not (same_variables(variables, self._watched) and same_variables(shown, self._read[1])):
             self._watched = variables
-            read = compilation.concrete(
-                lambda: (ops.stack(list(map(_largest, variables))), _values(shown))
-            )
-            self._read = read, shown
+
+            def read():
+                return ops.stack(list(map(_largest, variables))), [
+                    ops.convert_to_tensor(variable) for variable in shown
+                ]
+
+            self._read = compilation.concrete(read), shown
         _, largest = self._look()
         self._checked = self._judged = self._growing_since = self.step
         self._previous = self._smallest = largest
@@ -260,10 +263,6 @@ class ChainMonitor(StepCallback):
 def same_variables(some, others):
     """Whether two lists hold the same variables (not equal ones) in the same order."""
     return list(map(id, some)) == list(map(id, others))
-
-
-def _values(variables):
-    return [ops.convert_to_tensor(variable) for variable in variables]
 
 
 def _largest(variable):
