@@ -323,7 +323,10 @@ def test_weights_are_copied_only_for_draws(monkeypatch):
     model = counting_model()
     annealing = sg.callbacks.StepSizeAnnealing(sg.schedules.PowerDecay(1.0, 100.0, 0.5))
     others = [sg.callbacks.ChainMonitor(), annealing]
-    fit(model, sg.callbacks.PosteriorSamples(2, 4), *others, epochs=2)
+    samples = sg.callbacks.PosteriorSamples(2, 4)
+    fit(model, samples, *others, epochs=2)
+    # Held, they would make the next update copy all weights.
+    assert samples._values_seen is None
     # Once at the start, for its size, and at the draws.
     assert copied == [0, 6, 10, 14, 18]
     assert () in read
