@@ -23,6 +23,7 @@ import numbers
 import random as python_random
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_sgmcmc import compilation
@@ -87,8 +88,11 @@ def counter(shape, zero):
 
     It is the sum of short ranges, one an axis. `zero` is a `uint32` scalar 0 that the compiler
     doesn't know to be 0: otherwise it would work the sum out, and hold the result as a constant of
-    4 bytes for every weight of the model.
+    4 bytes for every weight of the model. Of few elements it is a constant: one operation.
     """
+    size = math.prod(shape)
+    if size <= _LONGEST_RANGE:
+        return ops.convert_to_tensor(np.arange(size, dtype="uint32").reshape(shape))
     positions = zero
     stride = 1
     for axis in reversed(range(len(shape))):
