@@ -219,7 +219,7 @@ class Minibatches(tf.data.Dataset):
         return self._batches.element_spec
 
     def __iter__(self):
-        iterator = super().__iter__()
+        iterator = _Iterator(self) if tf.executing_eagerly() else super().__iter__()
         iterator.minibatches = self
         return iterator
 
@@ -271,6 +271,23 @@ class Minibatches(tf.data.Dataset):
             use_inter_op_parallelism=False,
             preserve_cardinality=True,
         )
+
+
+class _Iterator(tf.data.IteratorSpec(tf.TensorSpec([])).value_type):
+    """TensorFlow's own iterator, made when it is first asked for.
+
+    That takes as long as many fused steps, which never ask; and Keras wants two an epoch.
+    """
+
+    def _create_iterator(self, dataset):
+        self._dataset, self._element_spec = dataset, dataset.element_spec
+
+    def __getattr__(self, name):
+        if name != "_iterator_resource":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        with tf.init_scope():
+            super()._create_iterator(self._dataset)
+        return vars(self)[name]
 
 
 def _plain_variable(value):

@@ -79,38 +79,43 @@ class FusedSteps:
             return tf.nest.map_structure(tf.convert_to_tensor, step(batch))
 
         # A function of its own: the shapes of its logs are needed before the loop is traced.
-        traced = tf.function(traced, autograph=False)
-        spec, resident, chains = stream.spec, stream.resident, stream.chains
-        logs = traced.get_concrete_function(spec).structured_outputs
-        shapes = [like.shape for like in tf.nest.flatten(spec)]
-
-        def run(first, last, *block):
-            rows, *parts = block if resident else (None, *block)
-            buffers = _buffers(rows, parts, chains)
-
-            def one(index, logs, buffers):
-                del logs
-                if resident:
-                    batch, buffers = _gather(rows[index], parts, buffers, chains)
-                    batch = map(tf.reshape, batch, shapes)  # they may be cut
-                else:
-                    batch = [part[index] for part in parts]
-                return index + 1, traced(tf.nest.pack_sequence_as(spec, list(batch))), buffers
-
-            nothing = tf.nest.map_structure(lambda out: tf.zeros(out.shape, out.dtype), logs)
-            _, last_logs, _ = tf.while_loop(
-                lambda index, *_: index < last,
-                one,
-                [first, nothing, buffers],
-                parallel_iterations=1,
-            )
-            return last_logs, tf.convert_to_tensor(iterations)
-
-        function = tf.function(run, jit_compile=True, autograph=False)
+        self._step = tf.function(traced, autograph=False)
+        self._logs = self._step.get_concrete_function(stream.spec).structured_outputs
+        self._iterations, self._spec = iterations, stream.spec
+        self._resident, self._chains = stream.resident, stream.chains
+        function = tf.function(self._loop, jit_compile=True, autograph=False)
         nothing = tf.constant(0), tf.constant(0), *stream.block()[1]
         # The one trace by itself: to find it among several takes time at every call.
         self._run = function.get_concrete_function(*nothing)
         self._run(*nothing)
+
+    def _loop(self, first, last, *block):
+        """Steps on the batches of a block from number `first` on, up to `last`."""
+        rows, *parts = block if self._resident else (None, *block)
+
+        def one(index, logs, buffers):
+            del logs
+            batch, buffers = self._batch(index, rows, parts, buffers)
+            return index + 1, self._step(batch), buffers
+
+        nothing = tf.nest.map_structure(lambda out: tf.zeros(out.shape, out.dtype), self._logs)
+        _, last_logs, _ = tf.while_loop(
+            lambda index, *_: index < last,
+            one,
+            [first, nothing, _buffers(rows, parts, self._chains)],
+            parallel_iterations=1,
+        )
+        return last_logs, tf.convert_to_tensor(self._iterations)
+
+    def _batch(self, index, rows, parts, buffers):
+        if self._resident:
+            batch, buffers = _gather(rows[index], parts, buffers, self._chains)
+            # Rows of the data may be cut.
+            specs = tf.nest.flatten(self._spec)
+            batch = [tf.reshape(part, spec.shape) for part, spec in zip(batch, specs, strict=True)]
+        else:
+            batch = [part[index] for part in parts]
+        return tf.nest.pack_sequence_as(self._spec, batch), buffers
 
     def __call__(self, stream, count):
         """Run `count` steps on the batches of a `Stream`.

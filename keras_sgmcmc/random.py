@@ -70,8 +70,8 @@ def as_seed(seed):
 
 def _uint32(value):
     if isinstance(value, int):
-        # One operation: there are many in every trace of a step.
-        return ops.convert_to_tensor(value % 2**32, dtype="uint32")
+        # NumPy's: one operation, and not a cast too, of which there are many in a trace of a step.
+        return ops.convert_to_tensor(np.uint32(value % 2**32))
     return ops.cast(ops.convert_to_tensor(value), "uint32")
 
 

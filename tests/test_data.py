@@ -4,6 +4,7 @@ import pytest
 import tensorflow as tf
 
 from keras_sgmcmc import data as data_module
+from keras_sgmcmc.callbacks import ChainMonitor
 from keras_sgmcmc.data import Minibatches, minibatches
 
 ROWS = 60
@@ -453,3 +454,45 @@ def test_position_is_checked():
     data = minibatches(*numbered(), 7)
     with pytest.raises(ValueError, match=r"`position`.*position=-1"):
         data.position = -1
+
+
+def test_iterators_are_made_when_they_are_first_asked_for(monkeypatch):
+    """Keras wants two an epoch; fused steps read from none."""
+    made, owned = [], data_module._Iterator.__base__
+    make = owned._create_iterator
+
+    def noted(self, dataset):
+        made.append(dataset)
+        make(self, dataset)
+
+    monkeypatch.setattr(owned, "_create_iterator", noted)
+    x = np.arange(12.0, dtype="float32")[:, None]
+    batches = minibatches(x, x, 3, seed=1)
+    iterator = iter(batches)
+    assert batches not in made
+    # The position counts at the first batch.
+    batches.position = 2
+    first, _ = next(iterator)
+    np.testing.assert_array_equal(first, batches.batches(2, 1)[0][0])
+    assert made.count(batches) == 1
+    assert len(list(iterator)) == 3
+    assert made.count(batches) == 1
+
+    @tf.function
+    def in_graph():
+        return next(other)[0]
+
+    other = iter(batches)
+    np.testing.assert_array_equal(in_graph(), batches.batches(6, 1)[0][0])
+    np.testing.assert_array_equal(in_graph(), batches.batches(7, 1)[0][0])
+    assert made.count(batches) == 2
+
+    def fit(**arguments):
+        made.clear()
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **arguments)
+        model.fit(batches, epochs=3, verbose=0, callbacks=[ChainMonitor()])
+        return made.count(batches)
+
+    assert fit(steps_per_execution=4) == 0
+    assert fit() == 3
