@@ -1,9 +1,10 @@
 """How time grows with the work: with parameters, batch, draws, chains, and rows of a full matrix.
 
-    python tools/benchmark_scaling.py [parameters] [batch] [draws] [chains] [matrix] [--repeats 5]
+    python tools/benchmark_scaling.py [parameters] [batch] [epoch] [draws] [chains] [matrix]
 
 parameters: SGLD and RMSprop on perceptrons 784-h-h-10 of 10^4 to 10^7 weights, batch 100.
 batch: SGLD on the perceptron 784-400-400-10, batches of 10 to 10,000.
+epoch: epochs of 20 to 2,000 fused steps of a logistic regression (50 weights, batches of 500).
 draws: `Posterior.predict` of 100 rows by 10 to 10,000 draws of a perceptron 20-50-1.
 chains: 1 to 64 chains of a logistic regression (50 weights, batches of 500) in one program, as
 `sample_chains(vectorized=True)` runs them.
@@ -100,6 +101,28 @@ def batch(repeats):
         "us a step",
         by_turns(variants, repeats),
         lambda size: (6 * size * weights, 20 * weights + 12 * 784 * size),
+    )
+
+
+def epoch(repeats):
+    N, D, S, steps = 10_000, 50, 500, 2000
+    x, y = binary_data(N, D)
+    variants = {}
+    for length in (20, 200, steps):
+        model = logistic_regression(N, D, steps_per_execution=100)
+        data = sg.minibatches(x, y, S, seed=1, steps=length)
+
+        def run(model=model, data=data, epochs=steps // length):
+            begin = time.perf_counter()
+            monitor = [sg.callbacks.ChainMonitor()]
+            model.fit(data, epochs=epochs, callbacks=monitor, shuffle=False, verbose=0)
+            return (time.perf_counter() - begin) / epochs
+
+        variants["SGLD, fused steps", length] = run
+    growth(
+        "steps of an epoch of a logistic regression",
+        "us an epoch",
+        by_turns(variants, repeats),
     )
 
 
@@ -201,7 +224,7 @@ def _factorisation(matrix):
     return run
 
 
-KINDS = {f.__name__: f for f in (parameters, batch, draws, chains, matrix)}
+KINDS = {f.__name__: f for f in (parameters, batch, epoch, draws, chains, matrix)}
 
 
 def main():
