@@ -26,7 +26,8 @@ def constants(*data):
     return tf.nest.map_structure(tf.constant, data)
 
 
-def moments(estimator, *data, verify=True):
+def moments(estimator, *data, verify=False):
+    """`Moments` as a graph, by closed forms that `verify` has to find right, if asked for."""
     data = constants(*data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -148,11 +149,10 @@ def test_any_reduction(loss, closed):
     model, x, y = zoo.make("dense", rows=8, loss=loss)
     gradients = zoo.loop(model, x, y)
     estimator = PerExampleGradients(model)
+    estimator.prepare(constants(x, y))
+    run = tf.function(estimator.moments, autograph=False)
     for size in (8, 4, 1):
-        parts = [
-            moments(estimator, x[s : s + size], y[s : s + size], verify=size == 8)
-            for s in range(0, 8, size)
-        ]
+        parts = [run(constants(x[s : s + size], y[s : s + size])) for s in range(0, 8, size)]
         first, second = (
             sum(flat(part) for part in found)
             for found in ([p.first for p in parts], [p.second for p in parts])
@@ -171,7 +171,7 @@ def test_sample_weights(reduction):
     weights = np.array([0.0, 0.5, 1.0, 2.0, 3.0, 1.0, 0.1], "float32")
     gradients = zoo.loop(model, x, y, weights)
     estimator = PerExampleGradients(model)
-    found = moments(estimator, x, y, weights)
+    found = moments(estimator, x, y, weights, verify=True)
     assert_equal(flat(found.first), gradients.sum(0))
     assert_equal(flat(found.second), (gradients**2).sum(0))
     assert bool(estimator.plan(None).closed) == (reduction == "sum_over_batch_size")
@@ -184,10 +184,11 @@ def test_masked_steps_contribute_nothing():
     weights = np.random.default_rng(0).uniform(0, 2, (7, 5)).astype("float32")
     gradients = zoo.loop(model, x, y, weights)
     estimator = PerExampleGradients(model)
-    found = moments(estimator, x, y, weights)
+    run = tf.function(estimator.moments, autograph=False)
+    found = run(constants(x, y, weights))
     assert_equal(flat(found.second), (gradients**2).sum(0))
     elsewhere = np.where((x == 0)[..., None], 100.0, y).astype("float32")
-    again = moments(estimator, x, elsewhere, weights)
+    again = run(constants(x, elsewhere, weights))
     np.testing.assert_allclose(flat(again.second), flat(found.second), rtol=1e-5)
 
 
