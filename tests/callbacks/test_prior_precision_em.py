@@ -141,6 +141,7 @@ def oracle(iterates, steps, update, shape, rate, temperature=1.0):
     return found
 
 
+@pytest.mark.usefixtures("without_xla")
 @pytest.mark.parametrize("update", ["gradient", "closed_form"])
 @pytest.mark.parametrize(
     ("arguments", "temperature"),
@@ -168,15 +169,15 @@ def test_updates_are_those_of_the_iterates(update, arguments, temperature):
     assert set(em.history) == {"step", "first/kernel", "second/kernel"}
 
 
-@pytest.mark.parametrize("fuse", ["auto", False])
-def test_blocks_of_steps_make_the_same_updates(fuse):
+def test_blocks_of_steps_make_the_same_updates():
     histories = []
-    for block, given in ((1, "auto"), (10, fuse)):
+    for block, fuse in ((1, "auto"), (10, "auto"), (10, False)):
         em = sg.callbacks.PriorPrecisionEM(start=4, every=3, learn_noise_std=True)
-        fit(make(steps_per_execution=block), data(fuse=given), em)
+        fit(make(steps_per_execution=block), data(fuse=fuse), em)
         histories.append(em.history)
     for name, values in histories[0].items():
-        np.testing.assert_allclose(histories[1][name], values, rtol=1e-4)
+        for others in histories[1:]:
+            np.testing.assert_allclose(others[name], values, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("without_xla")
@@ -276,7 +277,8 @@ def test_learned_values_survive_keras_files_and_backups(tmp_path):
     fit(whole, data(), em(), epochs=3)
 
     half = make()
-    fit(half, data(), em(), epochs=2)
+    backup = str(tmp_path / "backup")
+    fit(half, data(), keras.callbacks.BackupAndRestore(backup, delete_checkpoint=False), em())
     half.save(tmp_path / "half.keras")
     loaded = keras.saving.load_model(tmp_path / "half.keras")
     for ours, theirs in zip(values(half), values(loaded), strict=True):
@@ -288,14 +290,7 @@ def test_learned_values_survive_keras_files_and_backups(tmp_path):
     for ours, theirs in zip(values(whole), values(loaded), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
-    class Stop(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 2:
-                raise KeyboardInterrupt
-
-    backup = str(tmp_path / "backup")
-    with pytest.raises(KeyboardInterrupt):
-        fit(make(), data(), keras.callbacks.BackupAndRestore(backup), em(), Stop(), epochs=3)
+    # A backup, as it is left by a fit that ends after two epochs of three.
     fresh = make()
     fit(fresh, data(), keras.callbacks.BackupAndRestore(backup), em(), epochs=3)
     for ours, theirs in zip(values(whole), values(fresh), strict=True):
@@ -400,6 +395,31 @@ class Evidence:
         return trace / (trace + np.sum((self.projections / P) ** 2))
 
 
+def chains(model, data, callbacks, *runs):
+    """The precisions of chains of one seed: for each run (the first precision, steps).
+
+    They are chains of one model, that is compiled once; `PriorPrecisionEM` is the last callback.
+    """
+    sampler, em = model.optimizer, callbacks[-1]
+    sampler.build(model.trainable_variables)
+    variables = [*model.trainable_variables, *sampler.variables]
+    initial = [variable.numpy() for variable in variables]
+    found = []
+    for start, steps in runs:
+        for variable, value in zip(variables, initial, strict=True):
+            variable.assign(value)
+        sampler.prior_precision["all"].assign(start)
+        batches = sg.minibatches(*data, seed=3, steps=5000)
+        history = fit(model, batches, *callbacks, epochs=steps // 5000).history
+        assert len(history["prior_precision"]) == steps // 5000
+        values = em.history["all"][sum(map(len, found)) :].astype("float64")
+        assert len(values) == (steps - em.start) // 10
+        assert np.all(np.isfinite(values))
+        assert np.all(values > 0)
+        found.append(values)
+    return found
+
+
 class Hard:
     """Columns that share a precision. An EM that takes the mode for the posterior is 20 % off."""
 
@@ -429,31 +449,14 @@ class Hard:
         return sampler, 20
 
     def precisions(self, kind, *runs, update="gradient"):
-        """The precisions of chains of one seed: for each run (the first precision, steps)."""
         sampler, batch_size = self.sampler(kind)
         layer = layers.Dense(self.columns, use_bias=False)
         model = keras.Sequential([keras.Input((self.D,)), layer])
         loss = sg.GaussianNegativeLogLikelihood(self.SIGMA)
         model.compile(sampler, loss, steps_per_execution=1000)
-        sampler.build(model.trainable_variables)
         em = sg.callbacks.PriorPrecisionEM(update, start=2000)
         callbacks = [em] if kind == "SGLD" else [sg.callbacks.GradientNoise(every=10), em]
-        variables = [*model.trainable_variables, *sampler.variables]
-        initial = [variable.numpy() for variable in variables]
-        found = []
-        for start, steps in runs:
-            for variable, value in zip(variables, initial, strict=True):
-                variable.assign(value)
-            sampler.prior_precision["all"].assign(start)
-            before = sum(map(len, found))
-            batches = sg.minibatches(self.x, self.y, batch_size, seed=3, steps=5000)
-            fit(model, batches, *callbacks, epochs=steps // 5000)
-            values = em.history["all"][before:].astype("float64")
-            assert len(values) == (steps - 2000) // 10
-            assert np.all(np.isfinite(values))
-            assert np.all(values > 0)
-            found.append(values)
-        return found
+        return chains(model, (self.x, self.y, batch_size), callbacks, *runs)
 
     def fixed_point(self, kind):
         """The precision at which D / E|theta|^2 under constant SGD's own law is itself."""
@@ -554,9 +557,9 @@ def test_two_groups():
     model.compile(sg.SGLD(0.01, train_size=N, prior=prior, seed=1), loss, steps_per_execution=500)
     em = sg.callbacks.PriorPrecisionEM(start=2000)
     batches = sg.minibatches((x[:, :D], x[:, D:]), y[:, None], 200, seed=2, steps=5000)
-    fit(model, batches, em, epochs=6)
+    fit(model, batches, em, epochs=2)
     for name, true, best in zip(("large/", "small/"), (1.0, 100.0), precision, strict=True):
-        settled = em.history[name][1400:].mean()
+        settled = em.history[name][500:].mean()
         assert abs(settled / true - 1) < 0.3, (name, settled)
         assert abs(settled / best - 1) < 0.05, (name, settled, best)
 
@@ -566,18 +569,13 @@ def test_starts_far_apart_meet_in_one_dimension(update):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((100, 1))
     y = 0.7 * x + 0.3 * rng.standard_normal((100, 1))
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False)])
+    sampler = sg.SGLD(2e-3, train_size=100, prior=1.0, seed=1)
+    model.compile(sampler, sg.GaussianNegativeLogLikelihood(0.3), steps_per_execution=500)
+    em = sg.callbacks.PriorPrecisionEM(update, start=500)
     found = []
-    for start in (1e-4, 1.0, 1e4):
-        model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False)])
-        loss = sg.GaussianNegativeLogLikelihood(0.3)
-        sampler = sg.SGLD(2e-3, train_size=100, prior=start, seed=1)
-        model.compile(sampler, loss, steps_per_execution=500)
-        em = sg.callbacks.PriorPrecisionEM(update, start=500)
-        history = fit(model, sg.minibatches(x, y, 20, seed=1, steps=5000), em, epochs=8).history
-        assert len(history["prior_precision"]) == 8
-        values = em.history["all"]
+    for values in chains(model, (x, y, 20), [em], (1e-4, 40_000), (1.0, 40_000), (1e4, 40_000)):
         assert len(values) == 3950
-        assert np.all(np.isfinite(np.log(values)))
         found.append(np.exp(np.log(values[2000:]).mean()))
     (mode,) = np.linalg.lstsq(x, y[:, 0], rcond=None)[0]
     assert max(found) / min(found) < 1.2, found
@@ -634,6 +632,7 @@ def test_a_hyperprior_keeps_precisions_finite():
     assert np.all(std > 0)
 
 
+@pytest.mark.usefixtures("without_xla")
 def test_a_precision_is_held_where_the_step_bears_no_more():
     """Weights that the data do not see: lambda drifts to N / H, short of which nothing holds it."""
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1, use_bias=False)])
@@ -664,6 +663,7 @@ def test_learned_noise_is_that_of_the_data():
     assert min(std[0], std[2]) > 2 * std[1], std
 
 
+@pytest.mark.usefixtures("without_xla")
 def test_a_precision_that_still_moves_is_told():
     model = keras.Sequential([keras.Input((3,)), layers.Dense(1, use_bias=False)])
     loss = sg.GaussianNegativeLogLikelihood(0.3)

@@ -380,32 +380,29 @@ def loop(model, x, y, sample_weight=None, group=1):
 
     For `group > 1` means over groups of examples. The penalties on weights are left out.
     """
-    leaves = tf.nest.flatten(x)
-    gradients = []
-    for start in range(0, len(leaves[0]), group):
-        some = [_rows(part, slice(start, start + group)) for part in (x, y, sample_weight)]
+
+    @tf.function(autograph=False)
+    def gradients(x, y, sample_weight):
         with tf.GradientTape() as tape:
-            loss = model.compute_loss(
-                some[0], some[1], model(some[0], training=False), some[2], training=False
-            )
+            outputs = model(x, training=False)
+            loss = model.compute_loss(x, y, outputs, sample_weight, training=False)
             for variable in model.trainable_variables:
                 if variable.regularizer is not None:
                     loss -= variable.regularizer(variable)
         found = tape.gradient(loss, model.trainable_variables)
-        gradients.append(
-            np.concatenate(
-                [
-                    np.zeros(v.shape).ravel()
-                    if g is None
-                    else tf.convert_to_tensor(g).numpy().ravel()
-                    for g, v in zip(found, model.trainable_variables, strict=True)
-                ]
-            )
-        )
-    return np.stack(gradients).astype("float64")
+        return [
+            tf.zeros(v.shape) if g is None else tf.convert_to_tensor(g)
+            for g, v in zip(found, model.trainable_variables, strict=True)
+        ]
+
+    found = []
+    for start in range(0, len(tf.nest.flatten(x)[0]), group):
+        rows = [_rows(part, slice(start, start + group)) for part in (x, y, sample_weight)]
+        found.append(np.concatenate([np.ravel(gradient) for gradient in gradients(*rows)]))
+    return np.stack(found).astype("float64")
 
 
 def _rows(structure, rows):
     if structure is None:
         return None
-    return tf.nest.map_structure(lambda array: array[rows], structure)
+    return tf.nest.map_structure(lambda array: tf.constant(array[rows]), structure)
