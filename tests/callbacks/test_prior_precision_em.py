@@ -276,9 +276,14 @@ def test_learned_values_survive_keras_files_and_backups(tmp_path):
     whole = make()
     fit(whole, data(), em(), epochs=3)
 
-    half = make()
-    backup = str(tmp_path / "backup")
-    fit(half, data(), keras.callbacks.BackupAndRestore(backup, delete_checkpoint=False), em())
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    half, backup = make(), str(tmp_path / "backup")
+    with pytest.raises(KeyboardInterrupt):
+        fit(half, data(), keras.callbacks.BackupAndRestore(backup), em(), Stop(), epochs=3)
     half.save(tmp_path / "half.keras")
     loaded = keras.saving.load_model(tmp_path / "half.keras")
     for ours, theirs in zip(values(half), values(loaded), strict=True):
@@ -290,7 +295,6 @@ def test_learned_values_survive_keras_files_and_backups(tmp_path):
     for ours, theirs in zip(values(whole), values(loaded), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
-    # A backup, as it is left by a fit that ends after two epochs of three.
     fresh = make()
     fit(fresh, data(), keras.callbacks.BackupAndRestore(backup), em(), epochs=3)
     for ours, theirs in zip(values(whole), values(fresh), strict=True):
