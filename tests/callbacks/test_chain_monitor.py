@@ -1,3 +1,4 @@
+import functools
 import pickle
 import warnings
 
@@ -383,6 +384,17 @@ def test_a_chain_that_travels_is_told_so_once_when_it_ends(capsys):
         fit(model, y, monitor, steps=100)
 
 
+def health(compile_arguments, steps, **arguments):
+    sampler = sg.SGLD(0.1, train_size=ROWS, seed=3, jit_compile=False, **arguments)
+    model, y = quadratic(None, sampler=sampler, **compile_arguments)
+    return fit(model, y, sg.callbacks.ChainMonitor(health=True), steps=steps).history
+
+
+@functools.cache
+def health_of_unfused_steps():
+    return health({}, 200)
+
+
 @pytest.mark.parametrize(
     ("compile_arguments", "sampler_arguments"),
     [
@@ -394,12 +406,7 @@ def test_a_chain_that_travels_is_told_so_once_when_it_ends(capsys):
     ids=["jit", "eager", "accumulation", "several steps"],
 )
 def test_health_is_the_same_in_all_modes(compile_arguments, sampler_arguments):
-    def health(compile_arguments, steps, **arguments):
-        sampler = sg.SGLD(0.1, train_size=ROWS, seed=3, jit_compile=False, **arguments)
-        model, y = quadratic(None, sampler=sampler, **compile_arguments)
-        return fit(model, y, sg.callbacks.ChainMonitor(health=True), steps=steps).history
-
-    expected = health({}, 200)
+    expected = health_of_unfused_steps()
     accumulated = sampler_arguments.get("gradient_accumulation_steps", 1)
     found = health(compile_arguments, 200 * accumulated, **sampler_arguments)
     for name in ("configurational_temperature", "stationarity"):
