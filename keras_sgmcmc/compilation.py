@@ -1,7 +1,5 @@
 """XLA around one function, on the backend that needs to be told (TensorFlow)."""
 
-import contextlib
-
 import tensorflow as tf
 
 # Weights from which an update of a callback's own is compiled.
@@ -50,15 +48,6 @@ def is_distributed():
 def is_eager():
     """Whether operations run at once rather than being traced."""
     return tf.executing_eagerly()
-
-
-def outside():
-    """A context in which variables are made outside the function that is being traced.
-
-    Those that are made inside get an initialization in the graph, slow to trace, and TensorFlow
-    traces all of the function once more. A strategy makes its own where it is.
-    """
-    return contextlib.nullcontext() if is_distributed() else tf.init_scope()
 
 
 def after(tensors):

@@ -25,8 +25,6 @@ Y = (RNG.uniform(size=(ROWS, 1)) < 0.5).astype("float32")
 WEIGHTS = RNG.uniform(0.5, 2, ROWS).astype("float32")
 # None of them divides the steps, and one is more.
 SEVERAL = (7, 100)
-# For what is in a step rather than between steps: every size is a program to compile.
-ONE = (2,)
 
 
 def sampler(kind=sg.SGLD, learning_rate=0.05, **arguments):
@@ -140,7 +138,7 @@ def test_steps_per_epoch(several, arguments, log):
         model, data = make(block), batches(fuse=fuse)
         return outcome(model, data, fit(model, data, **arguments))
 
-    in_blocks(run, log, several)
+    in_blocks(run, log)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -161,7 +159,7 @@ def test_validation(log):
         model, data = make(block, metrics=["accuracy"]), batches(fuse=fuse)
         return outcome(model, data, fit(model, data, epochs=2, validation_data=(X, Y)))
 
-    assert "val_accuracy" in in_blocks(run, log, ONE)["histories"][0]
+    assert "val_accuracy" in in_blocks(run, log)["histories"][0]
 
 
 def test_metrics_and_sample_weights(log):
@@ -170,7 +168,7 @@ def test_metrics_and_sample_weights(log):
         data = batches(sample_weight=WEIGHTS, fuse=fuse)
         return outcome(model, data, fit(model, data, epochs=2))
 
-    in_blocks(run, log, ONE)
+    in_blocks(run, log, (2, 7))
 
 
 def test_class_weights_are_not_fused_and_right(log):
@@ -179,7 +177,7 @@ def test_class_weights_are_not_fused_and_right(log):
         model, data = make(block), batches(y=y, steps=8, fuse=fuse)
         return outcome(model, data, fit(model, data, class_weight={0: 1.0, 1: 3.0}))
 
-    in_blocks(run, log, (4,), fuses=False)
+    in_blocks(run, log, (2, 4), fuses=False)
 
 
 def test_several_inputs_and_outputs(log):
@@ -192,7 +190,7 @@ def test_several_inputs_and_outputs(log):
         data = batches({"a": X[:, :2], "b": X[:, 2:]}, {"u": Y, "v": X[:, :1]}, fuse=fuse)
         return outcome(model, data, fit(model, data))
 
-    assert {"u_loss", "v_loss"} <= set(in_blocks(run, log, ONE)["histories"][0])
+    assert {"u_loss", "v_loss"} <= set(in_blocks(run, log, (2, 7))["histories"][0])
 
 
 @pytest.mark.parametrize(
@@ -210,7 +208,7 @@ def test_layers_with_a_state(hidden, log):
         data = batches(fuse=fuse)
         return outcome(model, data, fit(model, data))
 
-    in_blocks(run, log, ONE)
+    in_blocks(run, log, (2, 7))
 
 
 def test_gradient_accumulation_and_a_schedule(log):
@@ -666,10 +664,10 @@ def test_resident_data_of_other_lengths_in_one_model():
 
 
 @pytest.mark.parametrize(
-    ("width", "large", "several"),
-    [(40, 0, SEVERAL), (43, 0, ONE), (100, 0, ONE), (40, 2**18, ONE)],
+    ("width", "large"),
+    [(40, 0), (43, 0), (100, 0), (40, 2**18)],
 )
-def test_batches_of_stacked_chains(width, large, several, log, monkeypatch):
+def test_batches_of_stacked_chains(width, large, log, monkeypatch):
     """Their rows are gathered chain by chain, and long ones at once."""
     monkeypatch.setattr(fused, "_LARGE_BATCH_BYTES", large)
     chains = 3
@@ -684,7 +682,7 @@ def test_batches_of_stacked_chains(width, large, several, log, monkeypatch):
         data = sg.minibatches(x, Y, chains * 4, seed=3, steps=STEPS, fuse=fuse)
         return outcome(model, data, fit(model, data))
 
-    in_blocks(run, log, several)
+    in_blocks(run, log)
 
 
 @pytest.mark.parametrize("budget", [0, 2**30])
@@ -701,7 +699,7 @@ def test_data_reside_on_an_accelerator_if_they_fit(budget, log, monkeypatch):
         model, data = make(block), batches(fuse=fuse)
         return outcome(model, data, fit(model, data))
 
-    in_blocks(run, log, ONE)
+    in_blocks(run, log)
 
 
 def test_blocks_are_limited(monkeypatch):

@@ -1,6 +1,7 @@
 """How time grows with the work: with parameters, batch, draws, chains, and rows of a full matrix.
 
     python tools/benchmark_scaling.py [parameters] [batch] [epoch] [draws] [chains] [matrix]
+                                      [--repeats 5]
 
 parameters: SGLD and RMSprop on perceptrons 784-h-h-10 of 10^4 to 10^7 weights, batch 100.
 batch: SGLD on the perceptron 784-400-400-10, batches of 10 to 10,000.

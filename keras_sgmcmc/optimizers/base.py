@@ -275,7 +275,7 @@ class Sampler(keras.optimizers.Optimizer):
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             if not self.built:
-                with keras.name_scope(self.name), compilation.outside():
+                with keras.name_scope(self.name):
                     self.build(trainable_variables)
             self._check_known(trainable_variables)
         if not grads or not self.built:

@@ -399,10 +399,11 @@ class Evidence:
         return trace / (trace + np.sum((self.projections / P) ** 2))
 
 
-def chains(model, data, callbacks, *runs):
+def chains(model, batches, callbacks, *runs):
     """The precisions of chains of one seed: for each run (the first precision, steps).
 
-    They are chains of one model, that is compiled once; `PriorPrecisionEM` is the last callback.
+    They are chains of one model, that is compiled once, on what `batches()` makes for each;
+    `PriorPrecisionEM` is the last callback.
     """
     sampler, em = model.optimizer, callbacks[-1]
     sampler.build(model.trainable_variables)
@@ -413,8 +414,7 @@ def chains(model, data, callbacks, *runs):
         for variable, value in zip(variables, initial, strict=True):
             variable.assign(value)
         sampler.prior_precision["all"].assign(start)
-        batches = sg.minibatches(*data, seed=3, steps=5000)
-        history = fit(model, batches, *callbacks, epochs=steps // 5000).history
+        history = fit(model, batches(), *callbacks, epochs=steps // 5000).history
         assert len(history["prior_precision"]) == steps // 5000
         values = em.history["all"][sum(map(len, found)) :].astype("float64")
         assert len(values) == (steps - em.start) // 10
@@ -460,7 +460,11 @@ class Hard:
         model.compile(sampler, loss, steps_per_execution=1000)
         em = sg.callbacks.PriorPrecisionEM(update, start=2000)
         callbacks = [em] if kind == "SGLD" else [sg.callbacks.GradientNoise(every=10), em]
-        return chains(model, (self.x, self.y, batch_size), callbacks, *runs)
+
+        def batches():
+            return sg.minibatches(self.x, self.y, batch_size, seed=3, steps=5000)
+
+        return chains(model, batches, callbacks, *runs)
 
     def fixed_point(self, kind):
         """The precision at which D / E|theta|^2 under constant SGD's own law is itself."""
@@ -520,7 +524,6 @@ def test_precision_is_that_of_the_evidence(kind, update, H_A, columns):
     assert abs(settled.mean() / problem.best - 1) < 0.03, (settled.mean(), problem.best, error)
     for found in others:
         last = slice(len(found) - 1000, len(found))
-
         assert abs(found[last].mean() / values[last].mean() - 1) < 0.02
 
 
@@ -530,7 +533,6 @@ def test_constant_sgd_finds_the_fixed_point_of_its_own_law(kind):
     (values,) = problem.precisions(kind, (1.0, 55_000))
     settled = values[1800:]
     expected = problem.fixed_point(kind)
-
     assert abs(settled.mean() / expected - 1) < 0.03, (settled.mean(), expected)
 
 
@@ -577,8 +579,12 @@ def test_starts_far_apart_meet_in_one_dimension(update):
     sampler = sg.SGLD(2e-3, train_size=100, prior=1.0, seed=1)
     model.compile(sampler, sg.GaussianNegativeLogLikelihood(0.3), steps_per_execution=500)
     em = sg.callbacks.PriorPrecisionEM(update, start=500)
+
+    def batches():
+        return sg.minibatches(x, y, 20, seed=1, steps=5000)
+
     found = []
-    for values in chains(model, (x, y, 20), [em], (1e-4, 40_000), (1.0, 40_000), (1e4, 40_000)):
+    for values in chains(model, batches, [em], *((start, 40_000) for start in (1e-4, 1.0, 1e4))):
         assert len(values) == 3950
         found.append(np.exp(np.log(values[2000:]).mean()))
     (mode,) = np.linalg.lstsq(x, y[:, 0], rcond=None)[0]

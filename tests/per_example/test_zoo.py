@@ -49,22 +49,6 @@ CHEAP = [
 ]
 
 
-# Rounding in float32 hides small errors. In float32 these are compared elsewhere.
-DOUBLE = {
-    "dense",
-    "dense_positions",
-    "regularized",
-    "shared_layer",
-    "two_outputs",
-    "convolution",
-    "convolution_dilated",
-    "embedding",
-    "einsum",
-    "normalizations",
-    "own_weight",
-}
-
-
 def flat(tensors):
     return np.concatenate([np.ravel(tensor.numpy()) for tensor in tensors])
 
@@ -74,7 +58,7 @@ def assert_equal(found, expected, tolerance, scale=None):
     assert np.abs(found - expected).max() <= tolerance * scale
 
 
-def moments(estimator, x, y, verify=True):
+def moments(estimator, x, y):
     """`Moments` and the errors of the closed forms, as a graph."""
     data = tf.nest.map_structure(tf.constant, (x, y))
     with warnings.catch_warnings():
@@ -83,20 +67,19 @@ def moments(estimator, x, y, verify=True):
 
     @tf.function(autograph=False)
     def run(data):
-        return estimator.moments(data), estimator.verify(data) if verify else None
+        return estimator.moments(data), estimator.verify(data)
 
     return run(data)
 
 
-def check(estimator, model, x, y, tolerance, verify=True):
+def check(estimator, model, x, y, tolerance):
     """First and second moments, in any structure, against the plain loop."""
     gradients = zoo.loop(model, x, y)
-    found, errors = moments(estimator, x, y, verify)
+    found, errors = moments(estimator, x, y)
     # A sum may vanish where its terms don't.
     assert_equal(flat(found.first), gradients.sum(0), tolerance, np.abs(gradients).max())
-    if verify:
-        assert errors.numpy().max() <= max(10 * tolerance, 1e-12)
-        assert errors.shape == (len(model.trainable_variables),)
+    assert errors.numpy().max() <= max(10 * tolerance, 1e-12)
+    assert errors.shape == (len(model.trainable_variables),)
     if estimator.structure == "diagonal":
         assert_equal(flat(found.second), (gradients**2).sum(0), tolerance)
         for second, variable in zip(found.second, model.trainable_variables, strict=True):
@@ -115,25 +98,9 @@ def check(estimator, model, x, y, tolerance, verify=True):
     assert list(map(int, found.groups)) == [rows] * entries
 
 
-@pytest.fixture
-def tolerance(request):
-    """Of results in float64 for the names in DOUBLE, elsewhere in float32."""
-    if request.getfixturevalue("name") not in DOUBLE:
-        yield 1e-5
-        return
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield 1e-10
-    keras.config.set_floatx(before)
-    keras.config.set_dtype_policy("float32")
-
-
 @pytest.mark.parametrize("name", zoo.ZOO)
-def test_moments_equal_a_plain_loop(name, tolerance):
+def test_moments_equal_a_plain_loop(name):
     model, x, y = zoo.make(name)
-    dtype = "float64" if name in DOUBLE else "float32"
-    assert {variable.dtype for variable in model.trainable_variables} == {dtype}
     estimator = PerExampleGradients(model)
     data = tf.nest.map_structure(tf.constant, (x, y))
     with warnings.catch_warnings():
@@ -145,7 +112,7 @@ def test_moments_equal_a_plain_loop(name, tolerance):
     assert len(plan.closed) + count == len(model.trainable_variables)
     assert plan.shared == (count == 0 and name not in NOT_SHARED)
     assert (plan.mode is None) == (count == 0)
-    check(estimator, model, x, y, tolerance)
+    check(estimator, model, x, y, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -192,16 +159,49 @@ def test_matrices_equal_numpy(name, structure):
     model, x, y = zoo.make(name)
     estimator = PerExampleGradients(model, structure)
     assert len(estimator.shapes) == (1 if structure == "full" else len(estimator.blocks))
-    # What `verify` does is the same in any structure.
-    check(estimator, model, x, y, 1e-5, verify=False)
+    check(estimator, model, x, y, 1e-5)
 
 
+@pytest.fixture
+def in_float64():
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx(before)
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dense",
+        "dense_positions",
+        "regularized",
+        "shared_layer",
+        "two_outputs",
+        "convolution",
+        "convolution_dilated",
+        "embedding",
+        "einsum",
+        "normalizations",
+        "own_weight",
+    ],
+)
+def test_double_precision(name):
+    model, x, y = zoo.make(name)
+    assert {variable.dtype for variable in model.trainable_variables} == {"float64"}
+    check(PerExampleGradients(model), model, x, y, 1e-10)
+
+
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", ["dense", "convolution"])
-def test_double_precision_of_the_general_way_and_of_matrices(name, tolerance):
+def test_double_precision_of_the_general_way_and_of_matrices(name):
     model, x, y = zoo.make(name)
     estimator = PerExampleGradients(model, "full")
     estimator.reject({0: "test"})
-    check(estimator, model, x, y, tolerance, verify=False)
+    check(estimator, model, x, y, 1e-10)
 
 
 def test_a_full_matrix_of_940_parameters_over_a_batch_of_2000():
@@ -213,7 +213,7 @@ def test_a_full_matrix_of_940_parameters_over_a_batch_of_2000():
     x, y = (rng.normal(size=(2000, width)).astype("float32") for width in (20, 10))
     estimator = PerExampleGradients(model, "full")
     assert estimator.shapes == [(940, 940)]
-    found, _ = moments(estimator, x, y, verify=False)
+    found, _ = moments(estimator, x, y)
     # Backpropagation written down, in double precision.
     kernel, bias, out, offset = (v.numpy().astype("float64") for v in model.trainable_variables)
     hidden = np.tanh(x @ kernel + bias)
