@@ -219,6 +219,9 @@ class FitRun:
                 _build(self.model, iterator)
                 for callback in self.in_graph:
                     callback.prepare()
+        elif _is_built(self.model) and type(self.model).train_step is keras.Model.train_step:
+            # Variables that are made in the step would have it traced twice.
+            _build_optimizer(self.model)
         if isinstance(self.optimizer, Sampler):
             guards.check_data(self.optimizer, self.source, self.batch_size)
         if self._guard is not None:
@@ -330,8 +333,7 @@ def _step_on(model, step):
 
 def _build(model, iterator):
     """Build a model and its optimizer as its first batch would, without taking it."""
-    layers = model._flatten_layers(include_self=type(model).call is not keras.Model.call)
-    if not all(layer.built for layer in layers):
+    if not _is_built(model):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(iterator.element_spec)
         # What is used in training alone is trained too.
         training = {"training": True} if model._call_has_training_arg else {}
@@ -343,6 +345,15 @@ def _build(model, iterator):
                 "which callbacks that are traced into its step need. Build it first: call it on a "
                 f"batch, `model(x[:1])`. Received: data of {x}, and {type(error).__name__}: {error}"
             ) from error
+    _build_optimizer(model)
+
+
+def _is_built(model):
+    layers = model._flatten_layers(include_self=type(model).call is not keras.Model.call)
+    return all(layer.built for layer in layers)
+
+
+def _build_optimizer(model):
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 

@@ -328,3 +328,20 @@ def test_a_fit_without_batches_leaves_the_plain_function():
     model = make()
     fit(model, batches(), sg.callbacks.ChainMonitor(), initial_epoch=1)
     assert not isinstance(model.train_function, FitRun)
+
+
+@monitors
+def test_the_variables_of_a_method_do_not_have_the_step_traced_twice(callback):
+    traces = []
+
+    class Counted(keras.layers.Layer):
+        def call(self, x):
+            traces.append(x)
+            return x
+
+    model = keras.Sequential([keras.Input((2,)), Counted(), keras.layers.Dense(1)])
+    sampler = sg.pSGLD(1e-3, train_size=ROWS, prior=1.0, jit_compile=False)
+    model.compile(optimizer=sampler, loss=sg.GaussianNegativeLogLikelihood())
+    traces.clear()
+    fit(model, batches(), callback())
+    assert len(traces) == 1
