@@ -20,6 +20,8 @@ _LONGEST_BLOCK = 1000
 # Rows of 48 to 60 numbers take XLA for a CPU longer to gather than the same rows cut into shorter
 # ones; up to 30 it makes no difference, from 64 on it is the other way round.
 _SHORT_ROW, _LONG_ROW = 32, 64
+# Chains whose rows one pass of a loop gathers, since each pass has about 2 us of its own.
+_CHAINS_A_PASS = 8
 # Operations of a step up to which a loop inside XLA is faster on a CPU: it loses the threads of
 # large products.
 _CPU_OPERATIONS = 1e8
@@ -222,18 +224,20 @@ def _gather(rows, parts, buffers, chains):
     """Rows of each part of the data, and the buffers with what is in them now."""
     of_chain = tf.reshape(rows, [chains, -1])
     length = of_chain.shape[1]
+    together = max(n for n in range(1, _CHAINS_A_PASS + 1) if chains % n == 0)
 
-    def one(chain, buffers):
-        some = {k: tf.gather(parts[k], of_chain[chain]) for k in buffers}
-        at = chain * length
-        return chain + 1, {
-            k: ops.slice_update(buffer, [at] + [0] * (len(buffer.shape) - 1), some[k])
-            for k, buffer in buffers.items()
-        }
+    def some(first, buffers):
+        buffers = dict(buffers)
+        for chain in (first + n for n in range(together)):
+            for k, buffer in buffers.items():
+                start = [chain * length] + [0] * (len(buffer.shape) - 1)
+                found = tf.gather(parts[k], of_chain[chain])
+                buffers[k] = ops.slice_update(buffer, start, found)
+        return first + together, buffers
 
     if buffers:
         _, buffers = tf.while_loop(
-            lambda chain, _: chain < chains, one, [0, buffers], parallel_iterations=1
+            lambda first, _: first < chains, some, [0, buffers], parallel_iterations=1
         )
     batch = [buffers[k] if k in buffers else tf.gather(part, rows) for k, part in enumerate(parts)]
     return batch, buffers

@@ -32,6 +32,14 @@ def fixed_seed():
 
 
 @pytest.fixture
+def with_grappler():
+    """For what is to be equal, bit for bit, to another process."""
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+    yield
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+
+
+@pytest.fixture
 def without_xla(monkeypatch):
     """For tests of something else than the arithmetic of the update: compiling it takes a second.
 

@@ -143,6 +143,10 @@ def test_refusals():
     }.items():
         with pytest.raises(ValueError, match=match):
             sample(refused)
+    averaging = built()
+    averaging.compile(averaging.optimizer, "binary_crossentropy")
+    with pytest.raises(ValueError, match="averages the log-likelihood of a row"):
+        sample(lambda: averaging, chains=1)
     model = built()
     with pytest.raises(ValueError, match="should return a new model"):
         sample(lambda: model)

@@ -393,6 +393,7 @@ np.savez(sys.argv[3], *model.get_weights())
 """
 
 
+@pytest.mark.usefixtures("with_grappler")
 def test_a_saved_chain_goes_on_bit_for_bit_in_a_fresh_process(tmp_path, monkeypatch):
     """20 steps, saved and loaded by name in safe mode, 20 more: as if never stopped."""
     monkeypatch.undo()  # compiled by XLA, as the other process is
