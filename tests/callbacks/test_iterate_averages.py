@@ -1,5 +1,6 @@
 """Iterate averages: means of plain lists of iterates in every mode, and their law."""
 
+import functools
 import logging
 import warnings
 
@@ -44,15 +45,17 @@ def fit(model, batches, *callbacks, **arguments):
         return model.fit(batches, callbacks=list(callbacks), **arguments)
 
 
-def means(model, burn_in, window, epochs=2, **arguments):
-    """Of the windows of a plain fit's iterates."""
+@functools.cache
+def plain_iterates():
     iterates = Iterates()
-    fit(model, data(**arguments), iterates, epochs=epochs)
-    found = []
-    for start in range(burn_in, len(iterates.values) - window + 1, window):
-        some = iterates.values[start : start + window]
-        found.append([np.mean(parts, axis=0) for parts in zip(*some, strict=True)])
-    return found
+    fit(make(), data(), iterates)
+    return iterates.values
+
+
+def means(iterates, burn_in, window):
+    starts = range(burn_in, len(iterates) - window + 1, window)
+    windows = [iterates[start : start + window] for start in starts]
+    return [[np.mean(parts, axis=0) for parts in zip(*some, strict=True)] for some in windows]
 
 
 def assert_draws(averages, expected, tolerance=1e-5):
@@ -77,7 +80,7 @@ def test_draws_are_the_means_of_all_iterates(arguments, window):
     averages = sg.callbacks.IterateAverages(burn_in=4, window=window)
     model = make(**arguments)
     history = fit(model, data(), averages).history
-    expected = means(make(), 4, window)
+    expected = means(plain_iterates(), 4, window)
     assert_draws(averages, expected)
     assert list(averages.posterior.steps) == [4 + window * (i + 1) for i in range(len(expected))]
     assert history["draws"] == [(20 - 4) // window, len(expected)]
@@ -87,14 +90,14 @@ def test_draws_are_the_means_of_all_iterates(arguments, window):
 def test_unfused_blocks_hold_several_windows():
     averages = sg.callbacks.IterateAverages(burn_in=4, window=3)
     fit(make(steps_per_execution=10), data(fuse=False), averages)
-    assert_draws(averages, means(make(), 4, 3))
+    assert_draws(averages, means(plain_iterates(), 4, 3))
 
 
 def test_the_update_of_many_weights_is_compiled(monkeypatch):
     monkeypatch.setattr(compilation, "_COMPILED_FROM", 1)
     averages = sg.callbacks.IterateAverages(burn_in=4, window=7)
     fit(make(), data(), averages)
-    assert_draws(averages, means(make(), 4, 7))
+    assert_draws(averages, means(plain_iterates(), 4, 7))
 
 
 def sampler(cls, **arguments):
@@ -149,11 +152,7 @@ def test_iterates_enter_as_a_sampler_moves_them(make_sampler, arguments, monkeyp
         np.testing.assert_array_equal(ours, theirs)  # the moves are what they were, bit for bit
     each = plain.optimizer.gradient_accumulation_steps or 1
     moves = iterates.values[each - 1 :: each]
-    expected = [
-        [np.mean(parts, axis=0) for parts in zip(*moves[start : start + 4], strict=True)]
-        for start in range(3, len(moves) - 3, 4)
-    ]
-    assert_draws(averages, expected)
+    assert_draws(averages, means(moves, 3, 4))
     assert bool(later) == (not model.optimizer.jit_compile)
 
 
@@ -179,11 +178,7 @@ def test_iterates_that_a_sampler_does_not_move_enter_too(monkeypatch):
         model.compile(optimizer=optimizer, loss=sg.GaussianNegativeLogLikelihood(0.5))
         averages, iterates = sg.callbacks.IterateAverages(burn_in=0, window=4), Iterates()
         fit(model, data(), averages, iterates, epochs=1)
-    means = [
-        [np.mean(parts, axis=0) for parts in zip(*iterates.values[i : i + 4], strict=True)]
-        for i in range(0, 20, 4)
-    ]
-    assert_draws(averages, means)
+    assert_draws(averages, means(iterates.values, 0, 4))
 
 
 def test_the_window_is_a_pass_over_the_data():

@@ -386,10 +386,13 @@ import numpy as np
 import keras
 import keras_sgmcmc as sg
 
-model = keras.saving.load_model(sys.argv[1])
-with np.load(sys.argv[2]) as file:
-    model.fit(file["x"], file["y"], batch_size=8, epochs=5, shuffle=False, verbose=0)
-np.savez(sys.argv[3], *model.get_weights())
+data, *paths = sys.argv[1:]
+with np.load(data) as file:
+    x, y = file["x"], file["y"]
+for path in paths:
+    model = keras.saving.load_model(path)
+    model.fit(x, y, batch_size=8, epochs=5, shuffle=False, verbose=0)
+    np.savez(f"{path}.npz", *model.get_weights())
 """
 
 
@@ -417,14 +420,10 @@ def test_a_saved_chain_goes_on_bit_for_bit_in_a_fresh_process(tmp_path, monkeypa
         model.fit(x, y, batch_size=8, epochs=5, shuffle=False, verbose=0)
         expected.append(model.get_weights())
     (tmp_path / "continue.py").write_text(textwrap.dedent(CONTINUE))
+    command = [sys.executable, tmp_path / "continue.py", tmp_path / "data.npz", *paths]
+    subprocess.run(command, check=True, capture_output=True)
     for i, path in enumerate(paths):
-        out = tmp_path / f"{i}.npz"
-        subprocess.run(
-            [sys.executable, tmp_path / "continue.py", path, tmp_path / "data.npz", out],
-            check=True,
-            capture_output=True,
-        )
-        with np.load(out) as file:
+        with np.load(f"{path}.npz") as file:
             continued = [file[name] for name in file.files]
         for ours, theirs, then in zip(continued, expected[i], mid[i], strict=True):
             np.testing.assert_array_equal(ours, theirs)
