@@ -214,14 +214,16 @@ class FitRun:
     def _begin(self, iterator):
         self.source, regrouped = _source(iterator)
         self.batch_size = _batch_size(iterator, self.source)
-        if self.in_graph:
-            with self.model.distribute_strategy.scope(), tf.init_scope():
+        # A step of the user's own may train some of the variables only.
+        plain = type(self.model).train_step is keras.Model.train_step
+        with self.model.distribute_strategy.scope(), tf.init_scope():
+            if self.in_graph:
                 _build(self.model, iterator)
                 for callback in self.in_graph:
                     callback.prepare()
-        elif _is_built(self.model) and type(self.model).train_step is keras.Model.train_step:
-            # Variables that are made in the step would have it traced twice.
-            _build_optimizer(self.model)
+            elif plain and _is_built(self.model):
+                # Variables that are made in the step would have it traced twice.
+                _build_optimizer(self.model)
         if isinstance(self.optimizer, Sampler):
             guards.check_data(self.optimizer, self.source, self.batch_size)
         if self._guard is not None:

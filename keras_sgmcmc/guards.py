@@ -48,8 +48,8 @@ def _compiled_losses(model, targets):
     losses, weights = config.get("loss"), config.get("loss_weights")
     if losses is None:
         return []
-    # Chains that are stacked have the outputs of the model that they are chains of.
-    model = getattr(model, "template", model)
+    if hasattr(model, "stacked_chains"):
+        model = model.template
     outputs = _outputs(model)
     names = getattr(model, "output_names", None)
     try:

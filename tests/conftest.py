@@ -17,8 +17,9 @@ tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
 )
 
-# Most of the time goes into thousands of graphs that run for a moment. What runs in a process of
-# its own (the examples, chains that go on) has what is left out here.
+# Most of the time goes into thousands of graphs that run for a moment, for which Grappler and short
+# tracebacks cost more than they bring. What runs in a process of its own (the examples, chains that
+# go on) has them.
 keras.config.disable_traceback_filtering()
 tf.debugging.disable_traceback_filtering()
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
