@@ -20,7 +20,7 @@ _LONGEST_BLOCK = 1000
 # Rows of 48 to 60 numbers take XLA for a CPU longer to gather than the same rows cut into shorter
 # ones; up to 30 it makes no difference, from 64 on it is the other way round.
 _SHORT_ROW, _LONG_ROW = 32, 64
-# Chains whose rows one pass of a loop gathers, since each pass has about 2 us of its own.
+# Chains whose rows one pass of a loop gathers: a pass has a cost of its own.
 _CHAINS_A_PASS = 8
 # Operations of a step up to which a loop inside XLA is faster on a CPU: it loses the threads of
 # large products.

@@ -138,7 +138,7 @@ def test_steps_per_epoch(several, arguments, log):
         model, data = make(block), batches(fuse=fuse)
         return outcome(model, data, fit(model, data, **arguments))
 
-    in_blocks(run, log)
+    in_blocks(run, log, several)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
