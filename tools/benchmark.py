@@ -29,7 +29,6 @@ import numpy as np
 import tensorflow as tf
 
 import keras_sgmcmc as sg
-from keras_sgmcmc.optimizers.factors import factorise
 
 TRAIN_SIZE = 60_000
 OPTIMIZERS = {
@@ -201,6 +200,8 @@ def benchmark_factors(args):
     As `SGFS` and `ConstantSGD` do, by a Cholesky factor and its inverse every 100 steps; and by the
     Woodbury identity with the gradients of every batch's examples.
     """
+    # Not above: earlier versions, which `benchmark_versions.py` measures by this file, lack it.
+    from keras_sgmcmc.optimizers.factors import factorise
 
     def refresh(matrix, precision):
         return factorise(matrix, precision, bounded=False, priors="all")

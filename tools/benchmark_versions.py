@@ -13,93 +13,55 @@ import os
 import pathlib
 import subprocess
 import sys
-import time
 import warnings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import keras
 import numpy as np
-from benchmark_callbacks import compiled_mlp, median_and_error
+from benchmark import arrays, cnn, compiled, mlp
+from benchmark_callbacks import median_and_error
+from benchmark_peers import binary_data, fitted, logistic_regression
 
 import keras_sgmcmc as sg
 
-N, S = 10_000, 100
+N, D, S = 10_000, 50, 100
+SGLD, PSGLD = (
+    lambda: sg.SGLD(1e-4, train_size=N, prior=1.0, seed=1),
+    lambda: sg.pSGLD(1e-4, train_size=N, prior=1.0, seed=1),
+)
 
 
-def cnn(optimizer):
-    layers = [keras.layers.Reshape((28, 28, 1))]
-    for _ in range(2):
-        layers += [keras.layers.Conv2D(32, 5, activation="relu"), keras.layers.MaxPooling2D(2)]
-    layers += [keras.layers.Flatten(), keras.layers.Dense(200, "relu"), keras.layers.Dense(10)]
-    model = keras.Sequential([keras.Input((784,)), *layers])
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return model
+def images(build, sampler, steps, jit_compile="auto", callbacks=()):
+    model = compiled(build, sampler(), jit_compile)
+    return fitted(model, *arrays(steps * S), S, callbacks=callbacks, shuffle=False)
 
 
-def small(optimizer, **arguments):
-    model = keras.Sequential([keras.Input((50,)), keras.layers.Dense(1)])
-    model.compile(optimizer, keras.losses.BinaryCrossentropy(from_logits=True), **arguments)
-    return model
+def binary(steps, callbacks=()):
+    model = logistic_regression(N, D)
+    return fitted(model, *binary_data(steps * S, D), S, callbacks=callbacks, shuffle=False)
 
 
-def sgld():
-    return sg.SGLD(1e-4, train_size=N, prior=1.0, seed=1)
+def minibatches(steps):
+    model = logistic_regression(N, D, steps_per_execution=20, jit_compile=True)
+    data = sg.minibatches(*binary_data(N, D), S, seed=1, steps=steps)
+    return fitted(model, data, shuffle=False)
 
 
-def psgld():
-    return sg.pSGLD(1e-4, train_size=N, prior=1.0, seed=1)
-
-
-# What a row trains, the width of its data, the steps of a turn, and its callbacks.
+# Each makes a turn: a function that trains some steps, and returns the seconds of one.
 ROWS = {
-    "MLP, SGLD": lambda: (compiled_mlp(sgld()), 784, 60, []),
-    "MLP, pSGLD": lambda: (compiled_mlp(psgld()), 784, 60, []),
-    "MLP, SGLD, jit_compile": lambda: (compiled_mlp(sgld(), jit_compile=True), 784, 60, []),
-    "MLP, pSGLD, jit_compile": lambda: (compiled_mlp(psgld(), jit_compile=True), 784, 60, []),
-    "CNN, SGLD": lambda: (cnn(sgld()), 784, 15, []),
-    "CNN, pSGLD": lambda: (cnn(psgld()), 784, 15, []),
-    "MLP, pSGLD, noise": lambda: (
-        compiled_mlp(psgld()),
-        784,
-        30,
-        [sg.callbacks.GradientNoise()],
+    "MLP, SGLD": lambda: images(mlp, SGLD, 60),
+    "MLP, pSGLD": lambda: images(mlp, PSGLD, 60),
+    "MLP, SGLD, jit_compile": lambda: images(mlp, SGLD, 60, True),
+    "MLP, pSGLD, jit_compile": lambda: images(mlp, PSGLD, 60, True),
+    "CNN, SGLD": lambda: images(cnn, SGLD, 15),
+    "CNN, pSGLD": lambda: images(cnn, PSGLD, 15),
+    "MLP, pSGLD, noise": lambda: images(mlp, PSGLD, 30, callbacks=[sg.callbacks.GradientNoise()]),
+    "logistic regression": lambda: binary(300),
+    "logistic regression, draws": lambda: binary(
+        300, [sg.callbacks.PosteriorSamples(0, 100, max_samples=20)]
     ),
-    "logistic regression": lambda: (small(sgld()), 50, 300, []),
-    "logistic regression, draws": lambda: (
-        small(sgld()),
-        50,
-        300,
-        [sg.callbacks.PosteriorSamples(0, 100, max_samples=20)],
-    ),
-    "logistic regression, minibatches": lambda: (
-        small(sgld(), steps_per_execution=20, jit_compile=True),
-        50,
-        None,
-        [],
-    ),
+    "logistic regression, minibatches": lambda: minibatches(1000),
 }
-
-
-def prepared(row):
-    """A function that trains a turn's steps, and returns the seconds of one."""
-    model, width, steps, callbacks = ROWS[row]()
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((N, width)).astype("float32")
-    y = rng.integers(0, 2, N).astype("float32")
-    if steps is None:
-        steps = 1000
-        data = (sg.minibatches(x, y, S, seed=1, steps=steps),)
-    else:
-        data = np.resize(x, (steps * S, width)), np.resize(y, steps * S), S
-
-    def turn():
-        begin = time.perf_counter()
-        model.fit(*data, callbacks=callbacks, verbose=0, shuffle=False)
-        return (time.perf_counter() - begin) / steps
-
-    turn()
-    return turn
 
 
 def serve():
@@ -109,7 +71,7 @@ def serve():
     for line in sys.stdin:
         row = line.strip()
         if row not in turns:
-            turns[row] = prepared(row)
+            turns[row] = ROWS[row]()
         print(turns[row](), flush=True)
 
 
