@@ -204,7 +204,7 @@ def benchmark_factors(args):
     from keras_sgmcmc.optimizers.factors import factorise
 
     def refresh(matrix, precision):
-        return factorise(matrix, precision, bounded=False, priors="all")
+        return factorise(matrix, precision, largest_share=None, priors="all")
 
     def woodbury(inverse, gradients):
         rows = gradients.shape[0]
