@@ -27,6 +27,11 @@ tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 gc.disable()
 
 
+def pytest_sessionfinish():
+    # At the end pytest and the interpreter collect whether enabled or not.
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed():
     keras.utils.set_random_seed(1)
