@@ -4,11 +4,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import functools
 import gc
 
 import keras
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import ops as graph_ops
 
 from keras_sgmcmc import compilation
 
@@ -18,8 +20,9 @@ tf.config.set_logical_device_configuration(
 )
 
 # Most of the time goes into thousands of graphs that run for a moment, for which Grappler and short
-# tracebacks cost more than they bring. What runs in a process of its own (the examples, chains that
-# go on) has them.
+# tracebacks cost more than they bring, as does where in the code each operation was made. What runs
+# in a process of its own (the examples, chains that go on) has them.
+graph_ops._create_c_op = functools.partial(graph_ops._create_c_op, extract_traceback=False)
 keras.config.disable_traceback_filtering()
 tf.debugging.disable_traceback_filtering()
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
