@@ -509,12 +509,14 @@ def test_the_problem_is_hard(columns):
 def test_precision_is_that_of_the_evidence(kind, update, H_A, columns):
     """1,000 effective draws of a column: of chains with an autocorrelation time of 2 / (H A) steps.
 
-    Chains of one seed meet, whatever the precision that they begin with, so their starts need
-    fewer.
+    Chains of one seed meet, whatever the precision that they begin with, so that those from far
+    off, which SGLD tries, need fewer.
     """
     problem = hard(columns)
     steps = 250 / H_A + 2000 / (columns * H_A)
-    runs = (1.0, 5000 * int(steps / 5000)), (1e-3, 30_000), (1e3, 60_000)
+    runs = [(1.0, 5000 * int(steps / 5000))]
+    if kind == "SGLD":
+        runs += [(1e-3, 30_000), (1e3, 60_000)]
     values, *others = problem.precisions(kind, *runs, update=update)
     begin = int(25 / H_A)  # an M step is taken every tenth step
     settled = values[begin : begin + 10 * ((len(values) - begin) // 10)]
@@ -537,9 +539,9 @@ def test_constant_sgd_finds_the_fixed_point_of_its_own_law(kind):
 
 
 def test_two_groups():
-    """True precisions 1 and 100, in one regression on 400 features."""
+    """True precisions 1 and 100, in one regression on 200 features."""
     rng = np.random.default_rng(0)
-    N, D, sigma = 2000, 200, 1.0
+    N, D, sigma = 2000, 100, 1.0
     x = rng.standard_normal((N, 2 * D)).astype("float32")
     theta = np.concatenate([rng.standard_normal(D), 0.1 * rng.standard_normal(D)])
     y = (x @ theta + sigma * rng.standard_normal(N)).astype("float32")

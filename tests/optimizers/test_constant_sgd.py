@@ -179,8 +179,19 @@ ROOT = np.linalg.cholesky(A5)
 C5 = 1.5 * ROOT @ (noise.covariance_matrix(D, seed=5, spread=3.0) + 0.5 * np.eye(D)) @ ROOT.T
 
 
-@pytest.mark.parametrize("mu", [1.0, 0.5, 0.1])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "mu"),
+    [
+        ("scalar", 1.0),
+        ("scalar", 0.5),
+        ("diagonal", 1.0),
+        ("diagonal", 0.1),
+        ("sqrt", 1.0),
+        ("sqrt", 0.1),
+        ("full", 1.0),
+        ("full", 0.5),
+    ],
+)
 def test_the_chain_has_the_covariance_that_theory_predicts(form, mu):
     """S / N = 0.3, A and C unrelated; the Ornstein-Uhlenbeck process is told apart."""
     H = theory.optimal_preconditioner(C5, N=N, S=S, form=form, momentum=1 - mu)
