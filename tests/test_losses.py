@@ -1,12 +1,9 @@
 import functools
 import importlib
 import json
-import os
-import pathlib
-import subprocess
-import sys
 import warnings
 
+import fresh
 import keras
 import numpy as np
 import pytest
@@ -19,7 +16,6 @@ from keras_sgmcmc.losses import GaussianNegativeLogLikelihood, NegativeLogLikeli
 from keras_sgmcmc.schedules import BlockDecay, Cyclical, PowerDecay
 
 tfd = tfp.distributions
-REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 
 
 @keras.saving.register_keras_serializable(package="test_losses")
@@ -475,16 +471,8 @@ def test_models_load_in_a_fresh_process(tmp_path, monkeypatch):
         model.save(path)
         expected.append([type(model.loss).__name__, rate, model.test_on_batch(x, y)])
 
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(tmp_path)])}
-    run = subprocess.run(
-        [sys.executable, "-c", FRESH_PROCESS, *paths],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    received = json.loads(run.stdout.splitlines()[-1])
+    printed = fresh.run(FRESH_PROCESS, *paths, path=[tmp_path])
+    received = json.loads(printed.splitlines()[-1])
     assert [row[0] for row in received] == [row[0] for row in expected]
     np.testing.assert_allclose(
         [row[1:] for row in received], [row[1:] for row in expected], rtol=1e-5

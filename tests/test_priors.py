@@ -1,9 +1,8 @@
 """Priors: groups, gradients against densities, immutability, serialization."""
 
 import json
-import subprocess
-import sys
 
+import fresh
 import keras
 import numpy as np
 import pytest
@@ -198,10 +197,4 @@ def test_priors_load_in_a_fresh_process_in_safe_mode(tmp_path):
     prior = sg.DistributionPrior(tfd.StudentT(3.0, 0.0, 1.0))
     model.compile(optimizer=sg.SGLD(train_size=10, prior=prior), loss="mse")
     model.save(tmp_path / "model.keras")
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, tmp_path / "model.keras"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "StudentT" in done.stdout
+    assert "StudentT" in fresh.run(LOAD, tmp_path / "model.keras")

@@ -1,8 +1,7 @@
 import json
 import logging
-import subprocess
-import sys
 
+import fresh
 import keras
 import numpy as np
 import pytest
@@ -665,8 +664,7 @@ def test_resumed_from_a_saved_model(tmp_path):
 
 
 RUN = """
-import os, sys
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+import sys
 import keras, numpy as np
 import keras_sgmcmc as sg
 
@@ -703,21 +701,12 @@ if __name__ == "__main__":
 
 
 def test_backup_and_restore_in_a_new_process(tmp_path):
-    script = tmp_path / "run.py"
-    script.write_text(RUN)
     namespace = {"__name__": "run"}
-    exec(compile(RUN, str(script), "exec"), namespace)
+    exec(RUN, namespace)
     whole = namespace["run"](tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         namespace["run"](tmp_path / "backup", Interrupt(24))
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "backup")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    resumed = json.loads(done.stdout.splitlines()[-1])
+    resumed = json.loads(fresh.run(RUN, tmp_path / "backup").splitlines()[-1])
     # Epoch 3 begins anew at step 20, after the burn-in, and takes the draws from there on.
     assert whole["steps"] == [19, 23, 27, 31, 35, 39, 43, 47]
     assert resumed["steps"] == whole["steps"][1:]

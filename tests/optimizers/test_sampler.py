@@ -1,10 +1,8 @@
 """The contract every sampler keeps: arguments, state, saving, and the guards of the target."""
 
 import json
-import subprocess
-import sys
-import textwrap
 
+import fresh
 import keras
 import numpy as np
 import pytest
@@ -419,9 +417,7 @@ def test_a_saved_chain_goes_on_bit_for_bit_in_a_fresh_process(tmp_path, monkeypa
         model.save(paths[-1])
         model.fit(x, y, batch_size=8, epochs=5, shuffle=False, verbose=0)
         expected.append(model.get_weights())
-    (tmp_path / "continue.py").write_text(textwrap.dedent(CONTINUE))
-    command = [sys.executable, tmp_path / "continue.py", tmp_path / "data.npz", *paths]
-    subprocess.run(command, check=True, capture_output=True)
+    fresh.run(CONTINUE, tmp_path / "data.npz", *paths)
     for i, path in enumerate(paths):
         with np.load(f"{path}.npz") as file:
             continued = [file[name] for name in file.files]

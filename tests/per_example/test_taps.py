@@ -1,9 +1,8 @@
 """What closed forms can't see is noticed, and nothing of the model is changed."""
 
-import subprocess
-import sys
 import warnings
 
+import fresh
 import keras
 import numpy as np
 import pytest
@@ -408,16 +407,8 @@ print("attention: all right")
 """
 
 
-def test_attention_on_the_general_way_does_not_kill_the_process(request):
-    tests = str(request.config.rootpath / "tests")
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {tests!r})\n{ATTENTION}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "attention: all right" in done.stdout
+def test_attention_on_the_general_way_does_not_kill_the_process():
+    assert "attention: all right" in fresh.run(ATTENTION)
 
 
 # Nothing is changed.
