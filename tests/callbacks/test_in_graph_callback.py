@@ -479,8 +479,11 @@ def test_the_callbacks_of_an_interrupted_fit_again():
     assert is_plain(model)
 
 
-@pytest.mark.parametrize("when", ["during", "after"])
-@pytest.mark.parametrize("way", ["save", "pickle", "copy", "clone", "weights"])
+@pytest.mark.parametrize(
+    ("when", "way"),
+    [("during", way) for way in ("save", "pickle", "copy", "clone", "weights")]
+    + [("after", "save")],
+)
 def test_files_and_copies_carry_nothing(when, way, tmp_path):
     model, sums, made = make(), Sums(), []
 

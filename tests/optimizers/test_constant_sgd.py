@@ -188,7 +188,6 @@ C5 = 1.5 * ROOT @ (noise.covariance_matrix(D, seed=5, spread=3.0) + 0.5 * np.eye
         ("diagonal", 0.1),
         ("sqrt", 1.0),
         ("sqrt", 0.1),
-        ("full", 1.0),
         ("full", 0.5),
     ],
 )

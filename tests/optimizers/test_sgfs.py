@@ -332,7 +332,6 @@ C5 = 1.5 * ROOT @ (noise.covariance_matrix(D, seed=5, spread=3.0) + 0.5 * np.eye
         ("diagonal", 2.0, None),
         ("diagonal", 2.0, 30.0),
         ("full", None, None),
-        ("full", 2.0, None),
         ("full", 2.0, 30.0),
     ],
 )
