@@ -171,7 +171,7 @@ def test_metrics_and_sample_weights(log):
         data = batches(sample_weight=WEIGHTS, fuse=fuse)
         return outcome(model, data, fit(model, data, epochs=2))
 
-    in_blocks(run, log, (2, 7))
+    in_blocks(run, log, ONE)
 
 
 def test_class_weights_are_not_fused_and_right(log):
@@ -357,7 +357,7 @@ def noise_of(block, fuse, *hidden):
 
 
 def test_gradient_noise_is_measured_in_fused_steps(log):
-    in_blocks(lambda block, fuse: noise_of(block, fuse)[1], log, (2, 7))
+    in_blocks(lambda block, fuse: noise_of(block, fuse)[1], log, ONE)
 
 
 @pytest.mark.filterwarnings("ignore:The per-example gradients")
@@ -685,7 +685,7 @@ def test_batches_of_stacked_chains(width, large, log, monkeypatch):
         data = sg.minibatches(x, Y, chains * 4, seed=3, steps=STEPS, fuse=fuse)
         return outcome(model, data, fit(model, data))
 
-    in_blocks(run, log)
+    in_blocks(run, log, ONE)
 
 
 @pytest.mark.parametrize("budget", [0, 2**30])

@@ -392,7 +392,7 @@ def health(compile_arguments, steps, **arguments):
 
 @functools.cache
 def health_of_unfused_steps():
-    return health({}, 200)
+    return health({}, 80)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def health_of_unfused_steps():
 def test_health_is_the_same_in_all_modes(compile_arguments, sampler_arguments):
     expected = health_of_unfused_steps()
     accumulated = sampler_arguments.get("gradient_accumulation_steps", 1)
-    found = health(compile_arguments, 200 * accumulated, **sampler_arguments)
+    found = health(compile_arguments, 80 * accumulated, **sampler_arguments)
     for name in ("configurational_temperature", "stationarity"):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-3)
 

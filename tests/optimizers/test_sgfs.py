@@ -328,7 +328,6 @@ C5 = 1.5 * ROOT @ (noise.covariance_matrix(D, seed=5, spread=3.0) + 0.5 * np.eye
 @pytest.mark.parametrize(
     ("fisher", "step", "b"),
     [
-        ("diagonal", None, None),
         ("diagonal", 2.0, None),
         ("diagonal", 2.0, 30.0),
         ("full", None, None),

@@ -64,7 +64,7 @@ def moments(estimator, x, y, graph=False):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # see test_taps.py
         estimator.plan(data)
-    # What a graph gives is the same, and takes two or three times as long to come by.
+    # A graph gives the same, and takes two or three times as long to come by.
     found = tf.function(estimator.moments, autograph=False) if graph else estimator.moments
     return found(data), estimator.verify(data)
 
@@ -109,12 +109,12 @@ def test_moments_equal_a_plain_loop(name):
     assert len(plan.closed) + count == len(model.trainable_variables)
     assert plan.shared == (count == 0 and name not in NOT_SHARED)
     assert (plan.mode is None) == (count == 0)
-    check(estimator, model, x, y, 1e-5, graph=True)
+    check(estimator, model, x, y, 1e-5, graph=name in GENERAL or name in CHEAP)
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*((name, "vectorized") for name in CHEAP), ("dense", "loop"), ("convolution", "loop")],
+    [*((name, "vectorized") for name in CHEAP), ("convolution", "loop")],
 )
 def test_the_general_way_equals_a_plain_loop(name, mode):
     model, x, y = zoo.make(name)
@@ -175,10 +175,7 @@ def in_float64():
     [
         "dense",
         "dense_positions",
-        "regularized",
         "shared_layer",
-        "two_outputs",
-        "convolution",
         "convolution_dilated",
         "embedding",
         "einsum",
