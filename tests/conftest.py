@@ -21,8 +21,8 @@ tf.config.set_logical_device_configuration(
 )
 
 # Most of the time goes into thousands of graphs that run for a moment, for which Grappler and short
-# tracebacks cost more than they bring, as does where in the code each operation was made. What runs
-# in a process of its own (the examples, chains that go on) has them.
+# tracebacks cost more than they bring, as does a note of where each operation was made. What runs
+# in a process of its own (chains that go on) has them.
 if "extract_traceback" in inspect.signature(graph_ops._create_c_op).parameters:
     graph_ops._create_c_op = functools.partial(graph_ops._create_c_op, extract_traceback=False)
 keras.config.disable_traceback_filtering()

@@ -4,11 +4,10 @@ Such processes are forked from one that has imported the package and done nothin
 TensorFlow for each would take longer than what they are there for.
 """
 
-import contextlib
 import multiprocessing
+import os
 import sys
 import tempfile
-import traceback
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["keras_sgmcmc"])
@@ -33,10 +32,8 @@ def run(code, *arguments, path=()):
 
 def _child(code, arguments, path, output):
     sys.argv[1:], sys.path[:0] = arguments, path
-    with open(output, "w") as file, contextlib.redirect_stdout(file):
-        try:
-            exec(compile(code, "<fresh process>", "exec"), {"__name__": "__main__"})
-        except BaseException:
-            traceback.print_exc(file=file)
-            file.flush()
-            raise
+    # Errors too, those that end the process in C++ among them.
+    descriptor = os.open(output, os.O_WRONLY)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    exec(compile(code, "<fresh process>", "exec"), {"__name__": "__main__"})

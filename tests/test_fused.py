@@ -277,7 +277,7 @@ def test_mixed_precision(log):
         return result | {"steps": list(samples.posterior.steps)}
 
     # Other roundings of the half type may come out of other fusions.
-    in_blocks(run, log, ONE, tolerance=2e-2)
+    in_blocks(run, log, (2, 7), tolerance=2e-2)
 
 
 # Callbacks.
@@ -357,7 +357,7 @@ def noise_of(block, fuse, *hidden):
 
 
 def test_gradient_noise_is_measured_in_fused_steps(log):
-    in_blocks(lambda block, fuse: noise_of(block, fuse)[1], log, ONE)
+    in_blocks(lambda block, fuse: noise_of(block, fuse)[1], log, (2, 7))
 
 
 @pytest.mark.filterwarnings("ignore:The per-example gradients")

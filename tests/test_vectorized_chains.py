@@ -11,7 +11,8 @@ import keras_sgmcmc as sg
 from keras_sgmcmc import theory
 from keras_sgmcmc.vectorized_chains import StackedChains
 
-ROWS, BATCH, CHAINS = 60, 10, 2
+# As many chains as no layer has units.
+ROWS, BATCH, CHAINS = 60, 10, 3
 
 
 def arrays():

@@ -13,7 +13,6 @@ from keras_sgmcmc import theory
 
 D = 5
 C = noise.covariance_matrix(D)
-FORMS = ["scalar", "diagonal", "sqrt", "full"]
 
 
 def table(C, form, N, S, T=1.0, Lambda=0.0, mu=1.0):
@@ -36,7 +35,7 @@ def entries(form, C=C):
 
 
 @pytest.mark.usefixtures("without_xla")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["scalar", "diagonal", "sqrt", "full"])
 @pytest.mark.parametrize(("S", "momentum"), [(10, 0.0), (100, 0.9)])
 def test_the_step_is_that_of_the_table_and_nothing_is_injected(form, S, momentum):
     N, mu = 1000, 1 - momentum
