@@ -8,9 +8,10 @@ import threading
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from keras_sgmcmc import random
+from keras_sgmcmc import fused, random
 from keras_sgmcmc.callbacks.backup_and_restore import BackupAndRestore
 from keras_sgmcmc.callbacks.posterior_samples import PosteriorSamples
 from keras_sgmcmc.data import Minibatches
@@ -18,6 +19,9 @@ from keras_sgmcmc.optimizers.base import Sampler
 from keras_sgmcmc.posterior import Posterior
 from keras_sgmcmc.validation import positive_integer
 from keras_sgmcmc.vectorized_chains import StackedChains
+
+# Least number of stacked chains for which a core more is worth the start of a program.
+_CHAINS_A_PROGRAM = 8
 
 
 def sample_chains(
@@ -38,7 +42,7 @@ def sample_chains(
     """Sample several chains, and merge their draws.
 
     Chains run one after the other, or, where there are several devices, one on each at a time, in
-    threads of this process. That changes no draw.
+    threads of this process, which changes no draw, or as one program, which changes their rounding.
 
     Chain k has the seed `seed + k`: for the initial weights that `build_model` draws, for the
     sampler's noise (whatever seed it was given: two samplers of one config have the same noise),
@@ -65,11 +69,13 @@ def sample_chains(
             twice runs two chains at a time, for which small models on a processor of several cores
             leave room. Defaults to None: all GPUs (or TPU cores) if there are several, and else one
             chain at a time where TensorFlow puts it.
-        vectorized: Whether all chains are one program that moves their stacked weights, each on
-            batches of its own: on a GPU, or of small models. For SGLD and pSGLD, models without a
-            state (statistics of batches, dropout), and `minibatches`; draws stay in memory.
-            `callbacks` is called once, with 0, and what it returns sees all chains as one model.
-            The noise is not that of the chains one by one. Defaults to False.
+        vectorized: Whether the chains of a device are one program that moves their stacked weights:
+            on a GPU, or of small models. For SGLD and pSGLD, models without a state (statistics of
+            batches, dropout), and `minibatches`; draws stay in memory. Chains are shared out among
+            `devices`. By default, 16 or more on a processor of several cores, without `callbacks`
+            and with `steps_per_execution` above 1, are shared out among its cores. `callbacks` is
+            called once for each share, with the number of its first chain, and what it returns
+            sees the chains of that share as one model. Defaults to False.
         verbose: As for `fit`; 0 prints nothing. Of chains that run at a time one bar shows the
             epochs of all.
 
@@ -90,24 +96,8 @@ def sample_chains(
     """
     chains = positive_integer("chains", chains)
     seed = random.as_seed(seed)
-    if vectorized:
-        given = {"directory": directory, "devices": devices}
-        merged = _vectorized(
-            build_model, data, chains, burn_in, thinning, epochs, seed, callbacks, verbose, given
-        )
-        if verbose:
-            print(_report(merged, chains))
-        return merged
-    devices = _devices(devices)[:chains]
-    parallel = len(devices) > 1
+    devices = _devices(devices)
     lock, stop, free, models = threading.Lock(), threading.Event(), queue.SimpleQueue(), []
-    for device in devices:
-        free.put(device)
-    shown = {} if verbose == "auto" else {"verbose": verbose}
-    bar = None
-    if parallel:
-        shown = {"verbose": 0}
-        bar = keras.utils.Progbar(chains * epochs, verbose=int(verbose != 0), unit_name="epoch")
 
     def build(number):
         chain_seed = (seed + number) % 2**32
@@ -118,7 +108,7 @@ def sample_chains(
                 "`build_model` should return a new model each time it is called. Received: the "
                 "same model again"
             )
-        if parallel and not model.built:
+        if len(devices) > 1 and not model.built:
             raise ValueError(
                 "`build_model` should return a built model where chains run at a time, or the "
                 "first batch would draw its weights: give its inputs' shape, or call it once. "
@@ -126,35 +116,63 @@ def sample_chains(
             )
         _sampler(model).reseed(chain_seed)
         models.append(model)
-        return model, chain_seed
+        return model
 
-    def run(number):
+    if vectorized:
+        _check_stackable(data, directory)
+        for number in range(chains):
+            build(number)
+        if devices == [None] and not callbacks:
+            devices = _cores(models)
+        programs = np.array_split(np.arange(chains), min(len(devices), chains))
+    else:
+        programs = np.arange(chains)[:, None]
+    devices = devices[: len(programs)]
+    for device in devices:
+        free.put(device)
+    shown, bar = {} if verbose == "auto" else {"verbose": verbose}, None
+    if len(devices) > 1:
+        shown = {"verbose": 0}
+        total = len(programs) * epochs
+        bar = keras.utils.Progbar(total, verbose=int(verbose != 0), unit_name="epoch")
+
+    def run(numbers):
         device = free.get()
         try:
-            return run_on(device, number)
+            return run_on(device, numbers)
         except BaseException:
             stop.set()
             raise
         finally:
             free.put(device)
 
-    def run_on(device, number):
+    def run_on(device, numbers):
         if stop.is_set():
             return None
+        first, count = int(numbers[0]), len(numbers)
+        chain_seed = (seed + first) % 2**32
         with contextlib.nullcontext() if device is None else tf.device(device):
-            with lock:  # what is drawn to build a model comes from one state of the process
-                model, chain_seed = build(number)
+            if vectorized:
+                model = StackedChains(models[first : first + count], chain_seed)
+            else:
+                with lock:  # what is drawn to build a model comes from one state of the process
+                    model = build(first)
             samples = PosteriorSamples(burn_in, thinning, directory=directory)
-            attached = [samples, *(callbacks(number) if callbacks else [])]
+            attached = [samples, *(callbacks(first) if callbacks else [])]
             if directory is not None:
                 backup = pathlib.Path(directory) / f"backup-{chain_seed}"
                 attached.insert(0, BackupAndRestore(backup, delete_checkpoint=False))
             if bar is not None:
                 attached.append(_OneOfSeveral(bar, lock, stop))
             elif verbose:
-                print(f"chain {number + 1} of {chains}, seed {chain_seed}")
+                shown_as = f"{chains} chains" if vectorized else f"chain {first + 1} of {chains}"
+                print(f"{shown_as}, seed {chain_seed}")
+            if isinstance(data, Minibatches):
+                batches = data.reseeded(chain_seed, count)
+            else:
+                batches = data(chain_seed)
             model.fit(
-                data.reseeded(chain_seed) if isinstance(data, Minibatches) else data(chain_seed),
+                batches,
                 epochs=epochs,
                 callbacks=attached,
                 shuffle=False,
@@ -162,58 +180,45 @@ def sample_chains(
             )
         if directory is not None:
             return Posterior.load(os.path.join(directory, f"chain-{chain_seed}"), model)
-        return samples.posterior
+        return model.posterior(samples.posterior) if vectorized else samples.posterior
 
-    if parallel:
-        posteriors = _at_a_time(run, chains, len(devices), stop)
+    if len(devices) > 1:
+        posteriors = _at_a_time(run, programs, len(devices), stop)
     else:
-        posteriors = [run(number) for number in range(chains)]
+        posteriors = [run(numbers) for numbers in programs]
     merged = Posterior.concatenate(posteriors)
+    if merged.seconds is not None:
+        merged.seconds /= len(devices)
     if verbose:
         print(_report(merged, chains))
     return merged
 
 
-def _vectorized(
-    build_model, data, chains, burn_in, thinning, epochs, seed, callbacks, verbose, given
-):
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"`{name}` is not available with `vectorized=True`, whose chains are one program "
-                f"with its draws in memory (`Posterior.save` stores them). Received: {name}={value}"
-            )
+def _check_stackable(data, directory):
+    if directory is not None:
+        raise ValueError(
+            "`directory` is not available with `vectorized=True`, which keeps its draws in memory "
+            f"(`Posterior.save` stores them). Received: directory={directory}"
+        )
     if not isinstance(data, Minibatches):
         raise ValueError(
             "`vectorized=True` needs `minibatches`, of which every chain gets its own. "
             f"Received: data={data!r}"
         )
-    models = []
-    for number in range(chains):
-        keras.utils.set_random_seed((seed + number) % 2**32)
-        models.append(build_model())
-        _sampler(models[-1])
-    if len(set(map(id, models))) < chains:
-        raise ValueError(
-            "`build_model` should return a new model each time it is called. Received: the same "
-            "model again"
-        )
-    stacked = StackedChains(models, seed)
-    samples = PosteriorSamples(burn_in, thinning)
-    stacked.fit(
-        data.reseeded(seed, chains * data.batch_size),
-        epochs=epochs,
-        callbacks=[samples, *(callbacks(0) if callbacks else [])],
-        shuffle=False,
-        **({} if verbose == "auto" else {"verbose": verbose}),
-    )
-    return stacked.posterior(samples.posterior)
 
 
-def _at_a_time(run, chains, threads, stop):
-    """What `run(number)` returns, in order; the first error, or an interrupt, stops all chains."""
+def _cores(models):
+    """The devices of one program, or of several on a CPU with cores for them."""
+    # Steps that are not fused are mostly Python's, which runs in one thread at a time.
+    if fused.has_accelerator() or models[0].steps_per_execution == 1:
+        return [None]
+    return [None] * max(1, min(os.cpu_count(), len(models) // _CHAINS_A_PROGRAM))
+
+
+def _at_a_time(run, programs, threads, stop):
+    """What `run(numbers)` returns, in order; the first error, or an interrupt, stops all chains."""
     with ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(run, number) for number in range(chains)]
+        futures = [pool.submit(run, numbers) for numbers in programs]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             for future in done:

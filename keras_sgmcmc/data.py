@@ -138,12 +138,15 @@ class Minibatches(tf.data.Dataset):
         position: Index of the next batch, the first one that no iterator has consumed. May be
             set; iterators that have begun are not moved.
         fuse: Whether steps on it may be fused.
+        chains: Number of stacked chains that a batch is for, with the seeds from `seed` on.
         tensors: The data, all rows, in the structure of an element.
         positioned: Whether `start_step` or an assignment to `position` said where to begin.
     """
 
-    def __init__(self, tensors, *, train_size, batch_size, seed, steps, position, fuse=True):
-        self.fuse = fuse
+    def __init__(
+        self, tensors, *, train_size, batch_size, seed, steps, position, fuse=True, chains=1
+    ):
+        self.fuse, self.chains = fuse, chains
         self.train_size, self.batch_size = train_size, batch_size
         self.seed, self.steps = seed, steps
         self.tensors = tensors
@@ -171,28 +174,39 @@ class Minibatches(tf.data.Dataset):
 
     def rows(self, first, count):
         """Numbers of the rows of batches `first` to `first + count - 1`: `[count, batch_size]`."""
+        if self.chains == 1:
+            return self._rows_of(self.seed, first, count)
+        seeds = [(self.seed + number) % 2**32 for number in range(self.chains)]
+        return tf.concat([self._rows_of(seed, first, count) for seed in seeds], 1)
+
+    def _rows_of(self, seed, first, count):
         # Each value of Philox's counter gives two 64-bit words; an odd batch leaves one unused.
-        length = (self.batch_size + 1) // 2
+        size = self.batch_size // self.chains
+        length = (size + 1) // 2
         start = tf.cast(first, tf.uint64) * tf.constant(length, tf.uint64)
         return tf.raw_ops.StatelessRandomUniformIntV2(
             shape=[count, 2 * length],
-            key=tf.constant([self.seed % 2**64], tf.uint64),
+            key=tf.constant([seed % 2**64], tf.uint64),
             counter=tf.stack([start, tf.zeros_like(start)]),
             alg=tf.random.Algorithm.PHILOX.value,
             minval=tf.constant(0, tf.int64),
             maxval=tf.constant(self.train_size, tf.int64),
-        )[:, : self.batch_size]
+        )[:, :size]
 
-    def reseeded(self, seed, batch_size=None):
-        """The same data from its first batch on, drawn by another seed, and in other batches."""
+    def reseeded(self, seed, chains=1):
+        """The same data from its first batch on, drawn by another seed.
+
+        Of several chains each batch is one batch for each, with the seeds from `seed` on.
+        """
         return Minibatches(
             self.tensors,
             train_size=self.train_size,
-            batch_size=batch_size or self.batch_size,
+            batch_size=chains * (self.batch_size // self.chains),
             seed=positive_integer("seed", seed, minimum=0),
             steps=self.steps,
             position=0,
             fuse=self.fuse,
+            chains=chains,
         )
 
     @property

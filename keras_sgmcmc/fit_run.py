@@ -156,8 +156,7 @@ class FitRun:
             composed = self._composed()
             function, step = composed.function, composed.step
         if self._stream is None:
-            chains = getattr(self.model, "stacked_chains", 1)
-            self._stream = fused.Stream(self.source, self.model.steps_per_execution, chains)
+            self._stream = fused.Stream(self.source, self.model.steps_per_execution)
         return fused.fused_steps(function, step, self.model, self.optimizer, self._stream)
 
     def _run_fused(self, steps, iterator):

@@ -47,7 +47,7 @@ def reason_against(model, source, iterator):
     unable = [layer.name for layer in layers if not layer.supports_jit]
     if unable:
         return f"XLA can't compile {unable}"
-    if _has_accelerator():
+    if has_accelerator():
         return None
     slow = [layer.name for layer in layers if is_slow_in_a_loop(layer)]
     if slow:
@@ -145,18 +145,18 @@ class Stream:
         spec: The `element_spec` of a batch.
         length: Batches in a block.
         resident: Whether the program gathers the batches from the data.
-        chains: Number of chains whose batches, of equal length, make up a batch.
+        chains: Number of stacked chains whose batches, of equal length, make up a batch.
         key: What a program for these blocks depends on.
     """
 
-    def __init__(self, source, longest, chains=1):
-        self.chains = chains
+    def __init__(self, source, longest):
+        self.chains = source.chains
         self.position, self.spec, self._source = source.position, source.element_spec, source
         self._parts = tf.nest.flatten(source.tensors)
         size = sum(part.dtype.size * part.shape.num_elements() for part in self._parts)
         batch = size // source.train_size * source.batch_size
         self.length = min(longest, source.steps, _LONGEST_BLOCK)
-        if _has_accelerator():
+        if has_accelerator():
             self.resident = size <= _RESIDENT_BYTES
         else:
             self.resident = batch >= _LARGE_BATCH_BYTES
@@ -165,7 +165,7 @@ class Stream:
         else:
             self.length = max(1, min(self.length, _BLOCK_BYTES // max(1, batch)))
         rows = source.train_size if self.resident else None
-        self.key = repr((self.spec, self.length, rows, chains))
+        self.key = repr((self.spec, self.length, rows, self.chains))
         self._blocks, self._current = iter(()), (-self.length, None)
 
     def block(self):
@@ -200,7 +200,7 @@ def _cut(part):
     """A part of the data, its rows cut into shorter ones where XLA gathers those faster."""
     rows, size = part.shape[0], math.prod(part.shape[1:])
     short = next((k for k in (2, 3, 5, 7) if size % k == 0), None)
-    if _has_accelerator() or short is None or not _SHORT_ROW < size < _LONG_ROW:
+    if has_accelerator() or short is None or not _SHORT_ROW < size < _LONG_ROW:
         return part
     return tf.reshape(part, [rows, size // short, short])
 
@@ -211,7 +211,7 @@ def _buffers(rows, parts, chains):
     As one operation XLA for a CPU would gather the rows of all chains number by number, and share
     them among the cores, of which one then reads what another has written.
     """
-    if chains == 1 or rows is None or _has_accelerator():
+    if chains == 1 or rows is None or has_accelerator():
         return {}
     return {
         k: tf.zeros([rows.shape[1], *part.shape[1:]], part.dtype)
@@ -243,7 +243,7 @@ def _gather(rows, parts, buffers, chains):
     return batch, buffers
 
 
-def _has_accelerator():
+def has_accelerator():
     return any(tf.config.list_logical_devices(kind) for kind in ("GPU", "TPU"))
 
 

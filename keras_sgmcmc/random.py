@@ -186,7 +186,15 @@ def _hashed_normal(dtype):
     return compilation.any_shapes(hashed, *["uint32"] * 4)
 
 
-def normal(shape, dtype, *, seed, step, stream):
-    """Standard normals of `shape` and `dtype` for `(seed, step, stream)`; see `words`."""
-    counters = _counters(shape, seed, step, stream)
+def normal(shape, dtype, *, seed, step, stream, chains=None):
+    """Standard normals of `shape` and `dtype` for `(seed, step, stream)`; see `words`.
+
+    A first axis of `chains` has the normals of one seed after the other, from `seed` on.
+    """
+    if chains is None:
+        counters = _counters(shape, seed, step, stream)
+    else:
+        *counters, seed = _counters((1, *shape[1:]), seed, step, stream)
+        seeds = seed + ops.convert_to_tensor(np.arange(chains, dtype="uint32"))
+        counters.append(ops.reshape(seeds, (chains,) + (1,) * (len(shape) - 1)))
     return ops.reshape(_hashed_normal(keras.backend.standardize_dtype(dtype))(*counters), shape)

@@ -19,12 +19,12 @@ class StackedChains(keras.Model):
     """The chains of one model as a model whose weights have a first axis of chains.
 
     A batch of C S rows is one batch of S rows for each of C chains, in their order; so are the
-    outputs. The loss, a mean over all rows, is the mean of the chains' losses; gradients are those
-    of each chain's own.
+    outputs. The loss, a mean over all rows, is the mean of the chains' losses; the sampler moves
+    each chain by the gradient of its own, and by its own noise.
 
     Args:
         models: The chains, built models of one architecture; the first is compiled with a sampler.
-        seed: Seed of the noise of all.
+        seed: Seed of the first chain's noise; those of the others follow it.
 
     Raises:
         ValueError: If chains of this model can't be stacked.
@@ -50,6 +50,7 @@ class StackedChains(keras.Model):
         sampler = config.pop("optimizer")
         sampler = type(sampler).from_config(sampler.get_config())
         sampler.reseed(seed)
+        sampler.stacked_chains = self.stacked_chains
         self.compile(optimizer=sampler, **config)
 
     @property
@@ -71,10 +72,7 @@ class StackedChains(keras.Model):
             return tf.reshape(rows, [chains, -1, *rows.shape[1:]])
 
         def joined(outputs):
-            outputs = tf.reshape(outputs, [-1, *outputs.shape[2:]])
-            # The loss is the mean of the chains'; each chain is to have the gradient of its own.
-            fixed = tf.stop_gradient(outputs)
-            return fixed + chains * (outputs - fixed)
+            return tf.reshape(outputs, [-1, *outputs.shape[2:]])
 
         values = [tf.convert_to_tensor(v) for v in self._stacked]
         outputs = tf.vectorized_map(one, (values, tree.map_structure(split, x)))

@@ -682,7 +682,7 @@ def test_batches_of_stacked_chains(width, large, log, monkeypatch):
             models.append(keras.Sequential([keras.Input((width,)), layers.Dense(1, name="out")]))
             models[-1].compile(sampler(), loss(), steps_per_execution=block)
         model = StackedChains(models, seed=1)
-        data = sg.minibatches(x, Y, chains * 4, seed=3, steps=STEPS, fuse=fuse)
+        data = sg.minibatches(x, Y, 4, steps=STEPS, fuse=fuse).reseeded(3, chains)
         return outcome(model, data, fit(model, data))
 
     in_blocks(run, log, ONE)
@@ -690,7 +690,7 @@ def test_batches_of_stacked_chains(width, large, log, monkeypatch):
 
 @pytest.mark.parametrize("budget", [0, 2**30])
 def test_data_reside_on_an_accelerator_if_they_fit(budget, log, monkeypatch):
-    monkeypatch.setattr(fused, "_has_accelerator", lambda: True)
+    monkeypatch.setattr(fused, "has_accelerator", lambda: True)
     monkeypatch.setattr(fused, "_RESIDENT_BYTES", budget)
     stream = fused.Stream(batches(), 5)
     assert stream.resident == (budget > 0)

@@ -1,5 +1,7 @@
 """Chains that are stepped together: each is the chain that it would be alone, and right."""
 
+import importlib
+import os
 import warnings
 
 import keras
@@ -10,6 +12,9 @@ from keras import layers, ops
 import keras_sgmcmc as sg
 from keras_sgmcmc import theory
 from keras_sgmcmc.vectorized_chains import StackedChains
+
+# The package's function of this name hides the module.
+sample_chains = importlib.import_module("keras_sgmcmc.chains")
 
 # As many chains as no layer has units.
 ROWS, BATCH, CHAINS = 60, 10, 3
@@ -33,22 +38,25 @@ def network(sampler):
 SAMPLERS = {
     "SGLD": lambda **given: sg.SGLD(1e-2, train_size=ROWS, **given),
     "pSGLD": lambda **given: sg.pSGLD(1e-3, train_size=ROWS, epsilon=1e-2, **given),
+    "Gamma": lambda **given: sg.pSGLD(
+        1e-3, train_size=ROWS, epsilon=1e-2, include_gamma=True, **given
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_chain_moves_as_it_would_alone(name):
-    """Without noise: by the mean gradient of its own batch, and the prior of its groups."""
+    """By the mean gradient of its own batch, the prior of its groups and its own noise."""
     x, y = arrays()
     prior = sg.GaussianPrior(groups={"inner": 5.0, "outer": 0.5})
 
     def build(seed):
         keras.utils.set_random_seed(seed)
-        return network(SAMPLERS[name](prior=prior, temperature=0.0))
+        return network(SAMPLERS[name](prior=prior, seed=seed))
 
     alone = [build(seed) for seed in range(CHAINS)]
     stacked = StackedChains([build(seed) for seed in range(CHAINS)], seed=0)
-    data = sg.minibatches(x, y, CHAINS * BATCH, seed=1, steps=6)
+    data = sg.minibatches(x, y, BATCH, steps=6).reseeded(1, CHAINS)
     history = stacked.fit(data, shuffle=False, verbose=0).history
     inputs, targets = data.batches(0, 6)
     losses = []
@@ -65,6 +73,81 @@ def test_a_chain_moves_as_it_would_alone(name):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     assert history["loss"][0] == pytest.approx(np.mean([row["loss"] for row in losses]), rel=1e-5)
     assert history["mae"][0] == pytest.approx(np.mean([row["mae"] for row in losses]), rel=1e-5)
+
+
+def test_chains_have_the_seeds_that_they_have_one_by_one(monkeypatch):
+    """Of first weights, batches and noise; in one program, or in one on each of two cores."""
+    monkeypatch.setattr(sample_chains, "_CHAINS_A_PROGRAM", 2)
+    programs = []
+
+    def stack(models, seed):
+        programs.append(len(models))
+        return StackedChains(models, seed)
+
+    monkeypatch.setattr(sample_chains, "StackedChains", stack)
+    x, y = arrays()
+    data = sg.minibatches(x, y, BATCH, steps=8)
+    arguments = {"chains": 5, "burn_in": 1, "thinning": 3, "seed": 2**32 - 2, "verbose": 0}
+
+    def build_model():
+        model = network(SAMPLERS["SGLD"](prior=1.0))
+        model.compile(model.optimizer, model.loss, steps_per_execution=4)
+        return model
+
+    alone = sg.sample_chains(build_model, data, **arguments)
+    for cores, shares in ((1, [5]), (2, [2, 3])):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        programs.clear()
+        together = sg.sample_chains(build_model, data, vectorized=True, **arguments)
+        assert sorted(programs) == shares
+        np.testing.assert_array_equal(together.chain_ids, alone.chain_ids)
+        np.testing.assert_array_equal(together.steps, alone.steps)
+        for ours, theirs in zip(together.draws.values(), alone.draws.values(), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("without_xla")
+@pytest.mark.parametrize(
+    ("expected", "callbacks", "steps_per_execution", "devices"),
+    [
+        ([0, 8], None, 2, None),
+        ([0], None, 1, None),
+        ([0], lambda number: [], 2, None),
+        ([0, 8], lambda number: [], 1, ["CPU:0", "CPU:0"]),
+    ],
+)
+def test_shares(expected, callbacks, steps_per_execution, devices, monkeypatch):
+    x, y = arrays()
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    seeds = []
+
+    def stack(models, seed):
+        seeds.append(seed)
+        return StackedChains(models, seed)
+
+    monkeypatch.setattr(sample_chains, "StackedChains", stack)
+
+    def build_model():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+        sampler = sg.SGLD(1e-2, train_size=ROWS)
+        loss = sg.GaussianNegativeLogLikelihood(0.5)
+        model.compile(sampler, loss, steps_per_execution=steps_per_execution)
+        return model
+
+    posterior = sg.sample_chains(
+        build_model,
+        sg.minibatches(x["a"], y, BATCH, steps=4),
+        chains=16,
+        burn_in=0,
+        thinning=2,
+        seed=0,
+        callbacks=callbacks,
+        devices=devices,
+        vectorized=True,
+        verbose=0,
+    )
+    assert sorted(seeds) == expected
+    np.testing.assert_array_equal(posterior.chain_ids, np.repeat(np.arange(16), 2))
 
 
 def test_the_draws_are_from_the_posterior_and_the_chains_independent():

@@ -160,7 +160,7 @@ def chains(repeats):
     for count in (1, 4, 16, 64):
         models = [logistic_regression(N, D, steps_per_execution=100) for _ in range(count)]
         model = models[0] if count == 1 else StackedChains(models, seed=1)
-        data = sg.minibatches(x, y, count * S, seed=1, steps=steps)
+        data = sg.minibatches(x, y, S, steps=steps).reseeded(1, count)
         monitor = [sg.callbacks.ChainMonitor()]
         turn = fitted(model, data, callbacks=monitor, shuffle=False)
         variants["SGLD, fused steps", count] = turn

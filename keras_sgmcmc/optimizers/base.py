@@ -64,6 +64,8 @@ class Sampler(keras.optimizers.Optimizer):
     uses_batch_noise = False
     # A method whose steps remember earlier ones has another.
     momentum = 0.0
+    # Number of chains that the first axis of every variable stands for, if they are stacked.
+    stacked_chains = None
 
     def __init__(
         self,
@@ -251,7 +253,8 @@ class Sampler(keras.optimizers.Optimizer):
 
     def _normal(self, shape, dtype, stream):
         """Standard normals of this step; each stream has its own."""
-        return random.normal(shape, dtype, seed=self._seed, step=self.iterations, stream=stream)
+        key = {"seed": self._seed, "step": self.iterations, "stream": stream}
+        return random.normal(shape, dtype, **key, chains=self.stacked_chains)
 
     def _has_precision(self, index):
         return self.prior is not None and self._precision_of_variable[index] is not None
@@ -272,6 +275,9 @@ class Sampler(keras.optimizers.Optimizer):
     def apply(self, grads, trainable_variables=None):
         """Update the variables: `keras.optimizers.Optimizer.apply`, compiled by XLA by itself."""
         grads = [compilation.densify(gradient) for gradient in grads]
+        if self.stacked_chains is not None:
+            # The loss is the mean of the chains'; each is to move by the gradient of its own.
+            grads = [self.stacked_chains * gradient for gradient in grads]
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             if not self.built:
