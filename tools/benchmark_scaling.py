@@ -7,8 +7,8 @@ parameters: SGLD and RMSprop on perceptrons 784-h-h-10 of 10^4 to 10^7 weights, 
 batch: SGLD on the perceptron 784-400-400-10, batches of 10 to 10,000.
 epoch: epochs of 20 to 2,000 fused steps of a logistic regression (50 weights, batches of 500).
 draws: `Posterior.predict` of 100 rows by 10 to 10,000 draws of a perceptron 20-50-1.
-chains: 1 to 64 chains of a logistic regression (50 weights, batches of 500) in one program, as
-`sample_chains(vectorized=True)` runs them.
+chains: 1 to 64 chains of a logistic regression (50 weights, batches of 500), by
+`sample_chains(vectorized=True)`.
 matrix: SGFS with a full matrix of 100 to 2,000 rows, factored every 100 steps, and never again; the
 factorisation itself; and SGLD.
 
@@ -31,7 +31,6 @@ from benchmark_peers import binary_data, fitted, logistic_regression, machine, m
 import keras_sgmcmc as sg
 from keras_sgmcmc import compilation
 from keras_sgmcmc.optimizers.factors import factorise
-from keras_sgmcmc.vectorized_chains import StackedChains
 
 
 def images(rows):
@@ -154,16 +153,27 @@ def draws(repeats):
 
 
 def chains(repeats):
-    N, D, S, steps = 10_000, 50, 500, 3000
-    x, y = binary_data(N, D)
+    N, D, S, steps, epochs = 10_000, 50, 500, 2000, 6
+    data = sg.minibatches(*binary_data(N, D), S, steps=steps)
     variants = {}
     for count in (1, 4, 16, 64):
-        models = [logistic_regression(N, D, steps_per_execution=100) for _ in range(count)]
-        model = models[0] if count == 1 else StackedChains(models, seed=1)
-        data = sg.minibatches(x, y, S, steps=steps).reseeded(1, count)
-        monitor = [sg.callbacks.ChainMonitor()]
-        turn = fitted(model, data, callbacks=monitor, shuffle=False)
-        variants["SGLD, fused steps", count] = turn
+
+        def run(count=count):
+            posterior = sg.sample_chains(
+                lambda: logistic_regression(N, D, steps_per_execution=100),
+                data,
+                chains=count,
+                burn_in=steps,
+                thinning=steps // 2,
+                epochs=epochs,
+                seed=1,
+                vectorized=count > 1,
+                verbose=0,
+            )
+            # The first epoch, which waits for the compiler, is not part of it.
+            return posterior.seconds / (steps * (epochs - 1))
+
+        variants["SGLD, fused steps", count] = run
     times = by_turns(variants, repeats)
     growth(
         "chains of a logistic regression",
