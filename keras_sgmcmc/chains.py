@@ -75,7 +75,7 @@ def sample_chains(
             `devices`. By default, 16 or more on a processor of several cores, without `callbacks`
             and with `steps_per_execution` above 1, are shared out among its cores. `callbacks` is
             called once for each share, with the number of its first chain, and what it returns
-            sees the chains of that share as one model. Defaults to False.
+            (not `GradientNoise`) sees the chains of that share as one model. Defaults to False.
         verbose: As for `fit`; 0 prints nothing. Of chains that run at a time one bar shows the
             epochs of all.
 

@@ -234,6 +234,8 @@ def test_refusals():
     model = built()
     with pytest.raises(ValueError, match="should return a new model"):
         sample(lambda: model)
+    with pytest.raises(ValueError, match="with `GradientNoise` leave out `vectorized=True`"):
+        sample(built, callbacks=lambda number: [sg.callbacks.GradientNoise()])
     with pytest.raises(ValueError, match="needs `minibatches`"):
         sample(built, lambda seed: data)
     with pytest.raises(ValueError, match="`directory` is not available with `vectorized=True`"):

@@ -341,6 +341,8 @@ class IterateAverages(InGraphCallback):
         source, size = self._run.source, sum(math.prod(v.shape) for v in self._variables)
         if source is None or size > _LARGEST_HESSIAN or compilation.replicas() > 1:
             return
+        if source.chains > 1:
+            return
         if isinstance(self.optimizer, Sampler):
             if self.optimizer.uses_batch_noise and self.optimizer.noise_structure != "diagonal":
                 return

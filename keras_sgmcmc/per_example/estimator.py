@@ -80,6 +80,11 @@ class PerExampleGradients:
                 "Per-example gradients are those of the compiled loss, and the model has none: "
                 "`compile` it with `loss=`, or override `compute_loss`."
             )
+        if hasattr(model, "stacked_chains"):
+            raise ValueError(
+                "A batch of stacked chains has rows for each of them, and so its gradients have no "
+                "covariance for one chain: with `GradientNoise` leave out `vectorized=True`."
+            )
         self.model = model
         self.structure = structure
         self.microbatch_size = positive_integer("microbatch_size", microbatch_size)
