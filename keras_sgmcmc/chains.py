@@ -212,7 +212,7 @@ def _cores(models):
     # Steps that are not fused are mostly Python's, which runs in one thread at a time.
     if fused.has_accelerator() or models[0].steps_per_execution == 1:
         return [None]
-    return [None] * max(1, min(os.cpu_count(), len(models) // _CHAINS_A_PROGRAM))
+    return [None] * max(1, min(os.cpu_count() or 1, len(models) // _CHAINS_A_PROGRAM))
 
 
 def _at_a_time(run, programs, threads, stop):
