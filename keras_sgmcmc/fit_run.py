@@ -78,7 +78,8 @@ class FitRun:
     against the optimizer, and moves `minibatches` to the batch that the optimizer's count asks for.
     Then it steps aside, unless there are in-graph callbacks, or steps to fuse: on `minibatches`
     the steps of `steps_per_execution` run as one compiled program where that is faster. Such a run
-    stops where a callback has to act (`StepCallback.exact_step`) and at the end of an epoch.
+    stops where a callback has to act (`StepCallback.exact_step`), unless all that it wants can be
+    written down (`StepCallback.recorded`), and at the end of an epoch.
     `train_on_batch`, whose iterator is a Python generator, always gets the plain step, also in the
     middle of a fit.
 
@@ -100,7 +101,7 @@ class FitRun:
         self._guard = self._composition = None
         self._begun = self._closed = False
         self.fuses = None
-        self._stream = self._iterator = None
+        self._stream = self._iterator = self._recording = self._recorded = None
 
     def admits(self, callback):
         """Whether `callback` can join: it belongs to the same fit, and isn't in it yet.
@@ -157,7 +158,9 @@ class FitRun:
             function, step = composed.function, composed.step
         if self._stream is None:
             self._stream = fused.Stream(self.source, self.model.steps_per_execution)
-        return fused.fused_steps(function, step, self.model, self.optimizer, self._stream)
+        return fused.fused_steps(
+            function, step, self.model, self.optimizer, self._stream, self._recorded
+        )
 
     def _run_fused(self, steps, iterator):
         """What Keras would do in one call, to the batch: never beyond the end of an epoch.
@@ -183,13 +186,17 @@ class FitRun:
         if total is not None:
             count = min(count, total - self._done)
         self._done += count
+        if steps.record is not None:
+            self._recording.begin_record(steps.record)
         while count:
-            some = min(count, self._batches_to_next_stop())
+            some = count if steps.record else min(count, self._batches_to_next_stop())
             self._stream.position = self._first + self._taken
             logs, self._batches = steps(self._stream, some)
             self._taken += some
             count -= some
-            if count:
+            if steps.record is not None:
+                self._recording.fetch()
+            elif count:
                 step = int(self._batches) // (self.optimizer.gradient_accumulation_steps or 1)
                 for member in self._stopping():
                     member.arrive(step=step)
@@ -249,6 +256,10 @@ class FitRun:
             for member in self.members:
                 if hasattr(member, "begin_if_built"):
                     member.begin_if_built()
+            stopping = self._stopping()
+            if len(stopping) == 1:
+                (self._recording,) = stopping
+                self._recorded = self._recording.recorded()
 
     def _position(self):
         """Let step t see batch t, also if a chain was restored, broken off, or evaluated on."""

@@ -65,6 +65,63 @@ def is_slow_in_a_loop(layer):
     return any("Conv" in kind.__name__ for kind in type(layer).__mro__)
 
 
+class Record:
+    """The values that variables have at every `interval`th step, written down by a program.
+
+    They stay where they are until they are fetched, also if the run is interrupted.
+
+    Args:
+        optimizer: The optimizer that counts the steps.
+        variables: What to write down.
+        size: Most steps between two fetches.
+    """
+
+    def __init__(self, optimizer, variables, size):
+        self._optimizer, self._variables, self._size = optimizer, variables, size
+        # The row after the last that is kept is written at every step.
+        rows = size + 1
+        with tf.init_scope():
+            self._rows = [
+                tf.Variable(tf.zeros([rows, *v.shape], v.dtype), trainable=False) for v in variables
+            ]
+            self._steps = tf.Variable(tf.zeros([rows], tf.int64), trainable=False)
+            self._count = tf.Variable(0, trainable=False)
+            self._next = tf.Variable(tf.int64.max, dtype=tf.int64, trainable=False)
+            self._interval = tf.Variable(1, dtype=tf.int64, trainable=False)
+        self._owner = None
+
+    def begin(self, owner, step, interval):
+        """Write down for a callback, from `step` on; one before it fetches what it did not."""
+        if self._owner is not owner and self._owner is not None:
+            self._owner.fetch()
+        self._owner = owner
+        self._next.assign(step)
+        self._interval.assign(interval)
+
+    def write(self):
+        """In a program, before each step and after the last."""
+        step = tf.cast(self._optimizer.iterations, tf.int64)
+        row = tf.convert_to_tensor(self._count)
+        for rows, value in zip([*self._rows, self._steps], [*self._variables, step], strict=True):
+            value = tf.convert_to_tensor(value)[None]
+            start = [row] + [0] * (len(value.shape) - 1)
+            rows.assign(ops.slice_update(tf.convert_to_tensor(rows), start, value))
+        due = step >= self._next
+        self._count.assign_add(tf.cast(due, tf.int32))
+        self._next.assign(tf.where(due, step + self._interval, self._next))
+
+    def fetch(self, owner):
+        """The steps that were written down since the last time, and the values at each."""
+        if owner is not self._owner:
+            return []
+        count = int(self._count.numpy())
+        if not count:
+            return []
+        steps, *values = (rows.numpy()[:count] for rows in (self._steps, *self._rows))
+        self._count.assign(0)
+        return list(zip(steps.tolist(), zip(*values, strict=True), strict=True))
+
+
 class FusedSteps:
     """A step, repeated on the batches of a block, as one program.
 
@@ -74,16 +131,17 @@ class FusedSteps:
         step: Function of a batch that returns logs.
         iterations: The optimizer's variable that counts batches.
         stream: A `Stream` of such batches.
+        record: A `Record` to write the steps down in, or None.
     """
 
-    def __init__(self, step, iterations, stream):
+    def __init__(self, step, iterations, stream, record):
         def traced(batch):
             return tf.nest.map_structure(tf.convert_to_tensor, step(batch))
 
         # A function of its own: the shapes of its logs are needed before the loop is traced.
         self._step = tf.function(traced, autograph=False)
         self._logs = self._step.get_concrete_function(stream.spec).structured_outputs
-        self._iterations, self._spec = iterations, stream.spec
+        self._iterations, self._spec, self.record = iterations, stream.spec, record
         self._resident, self._chains = stream.resident, stream.chains
         function = tf.function(self._loop, jit_compile=True, autograph=False)
         nothing = tf.constant(0), tf.constant(0), *stream.block()[1]
@@ -97,6 +155,9 @@ class FusedSteps:
 
         def one(index, logs, buffers):
             del logs
+            if self.record is not None:
+                # Before the step: fused with it, what is written might be rounded otherwise.
+                self.record.write()
             batch, buffers = self._batch(index, rows, parts, buffers)
             return index + 1, self._step(batch), buffers
 
@@ -107,6 +168,8 @@ class FusedSteps:
             [first, nothing, _buffers(rows, parts, self._chains)],
             parallel_iterations=1,
         )
+        if self.record is not None:
+            self.record.write()
         return last_logs, tf.convert_to_tensor(self._iterations)
 
     def _batch(self, index, rows, parts, buffers):
@@ -247,17 +310,22 @@ def has_accelerator():
     return any(tf.config.list_logical_devices(kind) for kind in ("GPU", "TPU"))
 
 
-def fused_steps(function, step, model, optimizer, stream):
+def fused_steps(function, step, model, optimizer, stream, recorded=None):
     """The `FusedSteps` that belong to a train function, kept on it; None if XLA can't make them.
+
+    `recorded` is what to make a `Record` of: variables, and a number of steps, or None.
 
     An error in the step itself is left to Keras' own loop, in which it comes again.
     """
     kept = vars(function).setdefault("fused_steps", {})
-    if stream.key not in kept:
+    variables, size = recorded or ((), 0)
+    key = stream.key, tuple(map(id, variables)), size
+    if key not in kept:
         try:
-            kept[stream.key] = FusedSteps(step, optimizer._iterations, stream)
+            record = Record(optimizer, variables, size) if size else None
+            kept[key] = FusedSteps(step, optimizer._iterations, stream, record)
         except Exception as error:
-            kept[stream.key] = None
+            kept[key] = None
             _logger.debug(
                 "Steps of `%s` are not fused, since they can't be compiled: %s", model.name, error
             )
@@ -265,4 +333,4 @@ def fused_steps(function, step, model, optimizer, stream):
             _logger.debug(
                 "Steps of `%s` are fused, up to %d in a program", model.name, stream.length
             )
-    return kept[stream.key]
+    return kept[key]

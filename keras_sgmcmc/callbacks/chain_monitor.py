@@ -231,9 +231,13 @@ class ChainMonitor(StepCallback):
                 f"{largest:.3g})",
             )
 
+    def _values(self):
+        """The largest weight of each watched variable, and the values of those shown."""
+        return self._read[0]()
+
     def _look(self):
         """The variable with the largest weight, and that weight, which has to be finite."""
-        largest, self._values_seen = self._read[0]()
+        largest, self._values_seen = self._values()
         largest = ops.convert_to_numpy(largest)
         worst = int(np.argmax(largest))  # the first NaN, if there is one
         if not math.isfinite(largest[worst]):

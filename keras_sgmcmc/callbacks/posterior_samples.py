@@ -8,15 +8,22 @@ import warnings
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import ops
 
 from keras_sgmcmc import storage
 from keras_sgmcmc.callbacks.chain_monitor import ChainMonitor, DivergenceError, same_variables
+from keras_sgmcmc.callbacks.step_callback import execution_block
 from keras_sgmcmc.optimizers.base import Sampler
 from keras_sgmcmc.posterior import Posterior
 from keras_sgmcmc.validation import positive_integer
 
 _logger = logging.getLogger("keras_sgmcmc")
+
+# Bytes written, all steps from draw to draw together, that take a CPU as long as a stop for a draw.
+_WORTH_A_STOP = 4 * 2**20
+# What a program may write draws to.
+_RECORD_BYTES = 16 * 2**20
 
 
 @keras.saving.register_keras_serializable(package="keras_sgmcmc")
@@ -78,6 +85,7 @@ class PosteriorSamples(ChainMonitor):
         self._variables = None
         self._draws, self._steps, self._sizes = [], [], []
         self._posterior = self._store = None
+        self._record = self._recorded = None
         # Of the intervals between draws of one fit: neither burn-in nor compilation is among them.
         self._clock, self._timed_seconds, self._timed_steps = None, 0.0, 0
 
@@ -90,6 +98,7 @@ class PosteriorSamples(ChainMonitor):
         """
         if self._variables is None:
             raise ValueError("There is no draw yet: pass this callback to `model.fit` first.")
+        self.fetch()
         if self._posterior is None:
             sizes = self._sizes if self.step_weights else None
             self._posterior = Posterior(
@@ -107,6 +116,7 @@ class PosteriorSamples(ChainMonitor):
         return steps * self._timed_seconds / self._timed_steps
 
     def on_train_begin(self, logs=None):
+        self.fetch()
         super().on_train_begin(logs)
         if not isinstance(self.optimizer, Sampler):
             warnings.warn(
@@ -117,6 +127,13 @@ class PosteriorSamples(ChainMonitor):
 
     def _shown(self):
         return _drawn_variables(self.model)
+
+    def _values(self):
+        if self._recorded is None:
+            return super()._values()
+        of = dict(zip(map(id, self._variables), self._recorded, strict=True))
+        largest = [np.abs(of[id(variable)]).max() for variable in self._watched]
+        return np.array(largest, "float64"), self._recorded
 
     def _look(self):
         found = super()._look()
@@ -210,6 +227,40 @@ class PosteriorSamples(ChainMonitor):
     def next_due(self):
         return min(super().next_due(), self._next_draw)
 
+    def recorded(self):
+        rows = execution_block(self.model) // self._interval + 1
+        size = sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in self._variables)
+        few = rows == 1 or size * self._interval > _WORTH_A_STOP or size * rows > _RECORD_BYTES
+        # The learning rate, and what health is of, are those of the moment.
+        if few or self.step_weights or self.health:
+            return None
+        return self._variables, rows
+
+    def begin_record(self, record):
+        """Have draws written down by a program, from the next on."""
+        self._record = record
+        record.begin(self, self._next_draw, self._interval)
+
+    def on_train_end(self, logs=None):
+        super().on_train_end(logs)
+        if self._record is not None:
+            self._record.begin(None, tf.int64.max, 1)
+            self._record = None
+
+    def fetch(self):
+        """Take the draws that a program has written down."""
+        if self._record is None:
+            return
+        before = len(self._draws)
+        try:
+            for step, values in self._record.fetch(self):
+                self._recorded = values
+                self.arrive(step=step)
+        finally:
+            self._recorded = None
+        if len(self._draws) > before:
+            self._tick()
+
     def on_due(self, logs):
         super().on_due(logs)
         if self.step >= self._next_draw:
@@ -224,11 +275,8 @@ class PosteriorSamples(ChainMonitor):
             self._look()
         draw = [read_only_copy(value) for value in self._values_seen]
         self._values_seen = None
-        now = time.perf_counter()
-        if self._clock is not None:
-            self._timed_seconds += now - self._clock[0]
-            self._timed_steps += self.step - self._clock[1]
-        self._clock = (now, self.step)
+        if self._recorded is None:
+            self._tick()
         for array, variable in zip(draw, self._variables, strict=True):
             if not np.all(np.isfinite(array)):
                 raise self.error(variable, "is not finite")
@@ -245,6 +293,13 @@ class PosteriorSamples(ChainMonitor):
         self._steps.append(self.step)
         self._sizes.append(weight)
         self._posterior = None
+
+    def _tick(self):
+        now = time.perf_counter()
+        if self._clock is not None:
+            self._timed_seconds += now - self._clock[0]
+            self._timed_steps += self.step - self._clock[1]
+        self._clock = (now, self.step)
 
     def _keep(self, wanted):
         for kept in (self._draws, self._steps, self._sizes):
@@ -310,7 +365,8 @@ class PosteriorSamples(ChainMonitor):
 def read_only_copy(variable):
     """The value of a variable or tensor as an array of its own, which `Posterior` need not copy."""
     # An explicit copy, because what a tensor shows may be the live buffer.
-    array = np.array(ops.convert_to_tensor(variable), copy=True)
+    value = variable if isinstance(variable, np.ndarray) else ops.convert_to_tensor(variable)
+    array = np.array(value, copy=True)
     array.setflags(write=False)
     return array
 

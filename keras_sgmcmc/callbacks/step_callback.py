@@ -111,6 +111,9 @@ class StepCallback(keras.callbacks.Callback):
         Elsewhere Keras decides how many steps there are between two calls.
         """
 
+    def recorded(self):
+        """What a `fused.Record` for this callback is made of, instead of stops; None for stops."""
+
     def warn_if_coarsened(self, name, interval):
         """Warn where Keras calls back less often than, or out of step with, `interval` updates."""
         block = execution_block(self.model)
