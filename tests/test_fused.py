@@ -11,6 +11,7 @@ from keras import layers, ops
 
 import keras_sgmcmc as sg
 from keras_sgmcmc import fused
+from keras_sgmcmc.callbacks import posterior_samples
 from keras_sgmcmc.callbacks.chain_monitor import DivergenceError
 from keras_sgmcmc.fit_run import FitRun
 from keras_sgmcmc.vectorized_chains import StackedChains
@@ -300,6 +301,110 @@ def test_draws_come_at_their_steps(log, recwarn):
     assert found["first"][0] == [7, 10, 13, 16, 19, 22, 25]
     assert found["second"][0] == [5, 10, 15]
     assert not [w for w in recwarn if "steps_per_execution" in str(w.message)]
+
+
+def steps_and_draws(samples):
+    posterior = samples.posterior
+    return list(posterior.steps), [posterior.weights(i) for i in range(len(posterior))]
+
+
+def drawn(block, *callbacks, thinning=2, epochs=1, **arguments):
+    """What `PosteriorSamples` of a fit has."""
+    keras.utils.set_random_seed(7)
+    samples = sg.callbacks.PosteriorSamples(1, thinning, **arguments)
+    fit(make(block), batches(), samples, *callbacks, epochs=epochs)
+    return samples
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The numbers of steps that programs were asked to run."""
+    numbers, run = [], fused.FusedSteps.__call__
+
+    def counted(self, stream, count):
+        numbers.append(count)
+        return run(self, stream, count)
+
+    monkeypatch.setattr(fused.FusedSteps, "__call__", counted)
+    return numbers
+
+
+def test_programs_write_draws_down_instead_of_stopping(programs, monkeypatch):
+    found = steps_and_draws(drawn(100, epochs=2))
+    assert programs == [STEPS, STEPS]
+    assert found[0] == [3, 5, 7, 9, 11, 13, 15, 17]
+    programs.clear()
+    # Nothing is to be written that costs more than a stop.
+    monkeypatch.setattr(posterior_samples, "_WORTH_A_STOP", 2 * 4 * (WIDTH + 1) - 1)
+    assert_equal(found, steps_and_draws(drawn(100, epochs=2)))
+    assert programs == [3, 2, 2, 2, 2, 2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("expected", "others", "arguments"),
+    [
+        ([3, 2, 2, 2], [], {"step_weights": True}),
+        ([3, 2, 2, 2], [sg.callbacks.PosteriorSamples(0, 5)], {}),
+        # At most one in a block.
+        ([9, 2, 7], [], {"thinning": 10, "epochs": 2}),
+    ],
+)
+def test_programs_stop_for_other_draws(expected, others, arguments, programs):
+    drawn(STEPS, *others, **arguments)
+    assert programs == expected
+
+
+def test_fewer_draws_are_kept_of_those_written_down():
+    keras.utils.set_random_seed(7)
+    samples = sg.callbacks.PosteriorSamples(0, max_samples=3)
+    model, data = make(100), batches(steps=20)
+    # Keras knows no end, so that the interval is doubled on the way.
+    samples.last_step = lambda: None
+    fit(model, data, samples)
+    steps, draws = steps_and_draws(samples)
+    assert steps == [8, 16]
+    every = sg.callbacks.PosteriorSamples(0)
+    keras.utils.set_random_seed(7)
+    fit(make(100), batches(steps=20), every)
+    assert_equal(draws, [every.posterior.weights(step - 1) for step in steps])
+
+
+def test_an_interrupt_loses_no_draw_that_was_written_down(monkeypatch):
+    expected = steps_and_draws(drawn(100, epochs=3))
+    keras.utils.set_random_seed(7)
+    model, data = make(100), batches()
+    samples = sg.callbacks.PosteriorSamples(1, 2)
+    fit(model, data, samples)
+
+    def interrupted(self, stream, count):
+        run(self, stream, count)
+        raise KeyboardInterrupt
+
+    run = fused.FusedSteps.__call__
+    for looks_at_once in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(fused.FusedSteps, "__call__", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                fit(model, data, samples)
+        if looks_at_once:
+            assert list(samples.posterior.steps) == expected[0][:8]
+    # Another callback, for which the same program writes, leaves the first its draws.
+    other = sg.callbacks.PosteriorSamples(20, 2)
+    fit(model, data, other)
+    assert_equal(steps_and_draws(samples), expected)
+    assert list(other.posterior.steps) == [28, 30, 32, 34, 36]
+
+
+def test_a_divergent_chain_is_stopped_at_the_draw_that_shows_it():
+    model, data = make(100, optimizer=sampler(learning_rate=50.0)), batches(steps=1000)
+    model.compile(model.optimizer, sg.GaussianNegativeLogLikelihood(), steps_per_execution=100)
+    samples = sg.callbacks.PosteriorSamples(0)
+    with pytest.raises(DivergenceError) as raised:
+        fit(model, data, samples)
+    assert int(model.optimizer.iterations) == 100 > raised.value.step
+    kept = samples.posterior.steps
+    np.testing.assert_array_equal(kept, np.arange(1, len(kept) + 1))
+    assert len(kept) < raised.value.step
 
 
 def test_the_interval_is_coarsened_with_a_warning_if_not_fused():

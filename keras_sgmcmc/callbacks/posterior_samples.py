@@ -230,9 +230,9 @@ class PosteriorSamples(ChainMonitor):
     def recorded(self):
         rows = execution_block(self.model) // self._interval + 1
         size = sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in self._variables)
-        few = rows == 1 or size * self._interval > _WORTH_A_STOP or size * rows > _RECORD_BYTES
-        # The learning rate, and what health is of, are those of the moment.
-        if few or self.step_weights or self.health:
+        stops = rows == 1 or size * self._interval > _WORTH_A_STOP or size * rows > _RECORD_BYTES
+        # The learning rate is that of the moment.
+        if stops or self.step_weights:
             return None
         return self._variables, rows
 
