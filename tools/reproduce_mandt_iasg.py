@@ -205,7 +205,7 @@ def methods(x, y, posterior, seed):
     }  # fmt: skip
     for rate in SGLD_STEPS:
         relaxation = theory.relaxation_time(A, rate) / PASS
-        # Draws that are closer than this say little more, and each stops the fused steps.
+        # Draws that are closer than this say little more.
         thinning = max(1, round(relaxation / 2)) * PASS
         found[f"SGLD, step {rate:g}"] = (
             Method(
