@@ -30,9 +30,9 @@ _RECORD_BYTES = 16 * 2**20
 class PosteriorSamples(ChainMonitor):
     """Keep a thinned sample of the chain: the draws of a `Posterior`.
 
-    A draw is taken at the optimizer steps burn_in + thinning, burn_in + 2 thinning, ... or, under
-    `steps_per_execution`, at the first callback at or after each of them, with the true step
-    number. It holds copies of the sampled variables and of the state that changes with them, such
+    A draw is taken at the optimizer steps burn_in + thinning, burn_in + 2 thinning, ... or, where
+    the steps of `steps_per_execution` are not fused, at the first callback at or after each of
+    them, with the true step number. It holds copies of the sampled variables and of the state that changes with them, such
     as the moving statistics of BatchNorm; frozen layers are kept once. The number of draws and
     their memory are announced before the first update (printed, or logged if `verbose=0`).
 
@@ -49,8 +49,8 @@ class PosteriorSamples(ChainMonitor):
         max_samples: Largest number of draws to hold, or None. The interval is made a multiple of
             `thinning` so that at most so many fit into the run, evenly spaced; should training go
             on after that, every second draw is dropped and the interval doubled.
-        directory: Where to write every draw as soon as it is taken, so that memory stays as it is
-            and a killed process loses none: see `keras_sgmcmc.storage`, `Posterior.load`. Chains of
+        directory: Where to write every draw as soon as it is taken (or the program ends that wrote
+            it down), so that memory stays as it is and a killed process loses none: see `keras_sgmcmc.storage`, `Posterior.load`. Chains of
             other seeds may share it. A chain that goes on from a checkpoint finds its draws there,
             and moves aside those after the checkpoint's step, which it makes again. Defaults to
             None: in memory.
@@ -320,7 +320,7 @@ class PosteriorSamples(ChainMonitor):
     def on_train_batch_end(self, batch, logs=None):
         super().on_train_batch_end(batch, logs)
         if not self._coarsening_checked:
-            # Not before the first batch tells whether steps are fused, which stops at every draw.
+            # Not before the first batch tells whether steps are fused, whose draws are exact.
             self._coarsening_checked = True
             if not self._run.fuses:
                 self.warn_if_coarsened("thinning", self._interval)
