@@ -32,9 +32,10 @@ class PosteriorSamples(ChainMonitor):
 
     A draw is taken at the optimizer steps burn_in + thinning, burn_in + 2 thinning, ... or, where
     the steps of `steps_per_execution` are not fused, at the first callback at or after each of
-    them, with the true step number. It holds copies of the sampled variables and of the state that changes with them, such
-    as the moving statistics of BatchNorm; frozen layers are kept once. The number of draws and
-    their memory are announced before the first update (printed, or logged if `verbose=0`).
+    them, with the true step number. It holds copies of the sampled variables and of the state that
+    changes with them, such as the moving statistics of BatchNorm; frozen layers are kept once. The
+    number of draws and their memory are announced before the first update (printed, or logged if
+    `verbose=0`).
 
     The chain is watched, and the fit checked, as by a `ChainMonitor`: `DivergenceError` comes out
     of `fit`. Draws taken before stay, except for those of the steps in which the chain already
@@ -50,10 +51,10 @@ class PosteriorSamples(ChainMonitor):
             `thinning` so that at most so many fit into the run, evenly spaced; should training go
             on after that, every second draw is dropped and the interval doubled.
         directory: Where to write every draw as soon as it is taken (or the program ends that wrote
-            it down), so that memory stays as it is and a killed process loses none: see `keras_sgmcmc.storage`, `Posterior.load`. Chains of
-            other seeds may share it. A chain that goes on from a checkpoint finds its draws there,
-            and moves aside those after the checkpoint's step, which it makes again. Defaults to
-            None: in memory.
+            it down), so that memory stays as it is and a killed process loses none: see
+            `keras_sgmcmc.storage`, `Posterior.load`. Chains of other seeds may share it. A chain
+            that goes on from a checkpoint finds its draws there, and moves aside those after the
+            checkpoint's step, which it makes again. Defaults to None: in memory.
         step_weights: Whether draws are weighted by the step size, as averages under a decreasing
             step have to be (Welling & Teh 2011, eq. 11; Teh et al. 2016): without, they lean to the
             late draws, which are many where the chain is slow. Defaults to False.
