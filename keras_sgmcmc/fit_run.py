@@ -189,7 +189,9 @@ class FitRun:
         if steps.record is not None:
             self._recording.begin_record(steps.record)
         while count:
-            some = count if steps.record else min(count, self._batches_to_next_stop())
+            # No more than there is room for in a record.
+            most = self.model.steps_per_execution if steps.record else self._batches_to_next_stop()
+            some = min(count, most)
             self._stream.position = self._first + self._taken
             logs, self._batches = steps(self._stream, some)
             self._taken += some

@@ -77,7 +77,7 @@ class Record:
     """
 
     def __init__(self, optimizer, variables, size):
-        self._optimizer, self._variables, self._size = optimizer, variables, size
+        self._optimizer, self._variables = optimizer, variables
         # The row after the last that is kept is written at every step.
         rows = size + 1
         with tf.init_scope():

@@ -369,6 +369,14 @@ def test_fewer_draws_are_kept_of_those_written_down():
     assert_equal(draws, [every.posterior.weights(step - 1) for step in steps])
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_a_long_last_call_of_a_shared_iterator_writes_all_draws_down():
+    """Keras' calls of 4 and 3 steps, of which the seventh runs 7."""
+    samples = sg.callbacks.PosteriorSamples(0)
+    fit(make(4), batches(steps=28), samples, steps_per_epoch=7, epochs=4)
+    np.testing.assert_array_equal(samples.posterior.steps, np.arange(1, 29))
+
+
 def test_an_interrupt_loses_no_draw_that_was_written_down(monkeypatch):
     expected = steps_and_draws(drawn(100, epochs=3))
     keras.utils.set_random_seed(7)

@@ -13,7 +13,6 @@ from keras import ops
 
 from keras_sgmcmc import storage
 from keras_sgmcmc.callbacks.chain_monitor import ChainMonitor, DivergenceError, same_variables
-from keras_sgmcmc.callbacks.step_callback import execution_block
 from keras_sgmcmc.optimizers.base import Sampler
 from keras_sgmcmc.posterior import Posterior
 from keras_sgmcmc.validation import positive_integer
@@ -229,11 +228,12 @@ class PosteriorSamples(ChainMonitor):
         return min(super().next_due(), self._next_draw)
 
     def recorded(self):
-        rows = execution_block(self.model) // self._interval + 1
+        # The learning rate would be that of another moment.
+        if self.step_weights or not self._interval <= self._count.block < math.inf:
+            return None
+        rows = self._count.block // self._interval + 1
         size = sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in self._variables)
-        stops = rows == 1 or size * self._interval > _WORTH_A_STOP or size * rows > _RECORD_BYTES
-        # The learning rate is that of the moment.
-        if stops or self.step_weights:
+        if size * self._interval > _WORTH_A_STOP or size * rows > _RECORD_BYTES:
             return None
         return self._variables, rows
 

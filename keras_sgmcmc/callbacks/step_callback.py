@@ -29,13 +29,17 @@ class StepCount:
 
     To read a variable between two batches costs as much as all else that a callback does there.
     What another callback does by `train_on_batch` is noticed at the next reading.
+
+    Attributes:
+        block: Most updates between two calls of a callback; infinite if it isn't known.
+        most: Upper bound of the count now.
     """
 
     def __init__(self, model):
-        self._optimizer, self._block = base_optimizer(model), execution_block(model)
+        self._optimizer, self.block = base_optimizer(model), execution_block(model)
         # A step of the user's own may update several times.
         if type(model).train_step is not keras.Model.train_step:
-            self._block = math.inf
+            self.block = math.inf
         self._read()
 
     def _read(self):
@@ -47,7 +51,7 @@ class StepCount:
         The new `value` may be known.
         """
         if value is None:
-            self.most += self._block
+            self.most += self.block
         else:
             self._value = self.most = value
 
