@@ -343,7 +343,6 @@ def test_programs_write_draws_down_instead_of_stopping(programs, monkeypatch):
 @pytest.mark.parametrize(
     ("expected", "others", "arguments"),
     [
-        ([3, 2, 2, 2], [], {"step_weights": True}),
         ([3, 2, 2, 2], [sg.callbacks.PosteriorSamples(0, 5)], {}),
         # At most one in a block.
         ([9, 2, 7], [], {"thinning": 10, "epochs": 2}),
@@ -352,6 +351,24 @@ def test_programs_write_draws_down_instead_of_stopping(programs, monkeypatch):
 def test_programs_stop_for_other_draws(expected, others, arguments, programs):
     drawn(STEPS, *others, **arguments)
     assert programs == expected
+
+
+@pytest.mark.parametrize("kind", ["schedule", "number", "function"])
+def test_draws_have_the_weights_of_their_steps(kind, programs):
+    def run(block):
+        schedule = sg.schedules.PowerDecay(0.1, 2.0, 0.55)
+        model = make(block, small(), sampler(learning_rate=schedule))
+        if kind != "schedule":
+            rate = 0.1 if kind == "number" else (lambda: schedule(model.optimizer.iterations))
+            model = make(block, model, sampler(learning_rate=rate))
+        samples = sg.callbacks.PosteriorSamples(1, 2, step_weights=True)
+        fit(model, batches(), samples)
+        return list(samples.posterior.draw_weights)
+
+    expected = run(1)
+    assert run(9) == expected
+    assert programs == ([3, 2, 2, 2] if kind == "function" else [9])
+    assert len(set(expected)) == (1 if kind == "number" else 4)
 
 
 def test_fewer_draws_are_kept_of_those_written_down():

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import ops
+from keras.optimizers.schedules import LearningRateSchedule
 
 from keras_sgmcmc import storage
 from keras_sgmcmc.callbacks.chain_monitor import ChainMonitor, DivergenceError, same_variables
@@ -228,8 +229,11 @@ class PosteriorSamples(ChainMonitor):
         return min(super().next_due(), self._next_draw)
 
     def recorded(self):
-        # The learning rate would be that of another moment.
-        if self.step_weights or not self._interval <= self._count.block < math.inf:
+        if not self._interval <= self._count.block < math.inf:
+            return None
+        rate = self.optimizer._learning_rate
+        if self.step_weights and callable(rate) and not isinstance(rate, LearningRateSchedule):
+            # What it depends on is that of another moment when draws are fetched.
             return None
         rows = self._count.block // self._interval + 1
         size = sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in self._variables)
@@ -286,14 +290,20 @@ class PosteriorSamples(ChainMonitor):
             self._keep([index % 2 == 1 for index in range(len(self._draws))])
             if (self.step - self.burn_in) % self._interval >= self._interval // 2:
                 return
-        rate = self.optimizer.learning_rate if self.step_weights else 1.0
-        weight = float(ops.convert_to_numpy(rate))
+        weight = self._step_size() if self.step_weights else 1.0
         if self._store is not None:
             draw = self._store.append(self.step, draw, weight)
         self._draws.append(draw)
         self._steps.append(self.step)
         self._sizes.append(weight)
         self._posterior = None
+
+    def _step_size(self):
+        rate = self.optimizer._learning_rate
+        if isinstance(rate, LearningRateSchedule):
+            # The optimizer may be further on.
+            return float(rate(ops.convert_to_tensor(self.step, "int64")))
+        return float(ops.convert_to_numpy(self.optimizer.learning_rate))
 
     def _tick(self):
         now = time.perf_counter()
