@@ -171,13 +171,7 @@ def sample_chains(
                 batches = data.reseeded(chain_seed, count)
             else:
                 batches = data(chain_seed)
-            model.fit(
-                batches,
-                epochs=epochs,
-                callbacks=attached,
-                shuffle=False,
-                **shown,
-            )
+            model.fit(batches, epochs=epochs, callbacks=attached, shuffle=False, **shown)
         if directory is not None:
             return Posterior.load(os.path.join(directory, f"chain-{chain_seed}"), model)
         return model.posterior(samples.posterior) if vectorized else samples.posterior
