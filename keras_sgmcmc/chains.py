@@ -182,7 +182,8 @@ def sample_chains(
         posteriors = [run(numbers) for numbers in programs]
     merged = Posterior.concatenate(posteriors)
     if merged.seconds is not None:
-        merged.seconds /= len(devices)
+        rounds = -(-len(programs) // len(devices))
+        merged.seconds *= rounds / len(programs)
     if verbose:
         print(_report(merged, chains))
     return merged
@@ -206,7 +207,14 @@ def _cores(models):
     # Steps that are not fused are mostly Python's, which runs in one thread at a time.
     if fused.has_accelerator() or models[0].steps_per_execution == 1:
         return [None]
-    return [None] * max(1, min(os.cpu_count() or 1, len(models) // _CHAINS_A_PROGRAM))
+    return [None] * max(1, min(_core_count(), len(models) // _CHAINS_A_PROGRAM))
+
+
+def _core_count():
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _at_a_time(run, programs, threads, stop):

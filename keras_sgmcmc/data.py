@@ -133,13 +133,14 @@ class Minibatches(tf.data.Dataset):
 
     Attributes:
         train_size: Number of rows N of the data.
-        batch_size: Number of rows S of a batch.
-        seed: Seed of the draws.
+        batch_size: Number of rows S of a batch, of all `chains` together.
+        seed: Seed of the draws, of the first chain.
         steps: Batches in an epoch.
         position: Index of the next batch, the first one that no iterator has consumed. May be
             set; iterators that have begun are not moved.
         fuse: Whether steps on it may be fused.
-        chains: Number of stacked chains that a batch is for, with the seeds from `seed` on.
+        chains: Number of stacked chains that a batch is for, with the seeds from `seed` on; 1 but
+            in `sample_chains`.
         tensors: The data, all rows, in the structure of an element.
         positioned: Whether `start_step` or an assignment to `position` said where to begin.
     """

@@ -78,8 +78,8 @@ class FitRun:
     against the optimizer, and moves `minibatches` to the batch that the optimizer's count asks for.
     Then it steps aside, unless there are in-graph callbacks, or steps to fuse: on `minibatches`
     the steps of `steps_per_execution` run as one compiled program where that is faster. Such a run
-    stops where a callback has to act (`StepCallback.exact_step`), unless all that it wants can be
-    written down (`StepCallback.recorded`), and at the end of an epoch.
+    stops where a callback has to act (`StepCallback.exact_step`), unless there is only one and all
+    that it wants can be written down (`StepCallback.recorded`), and at the end of an epoch.
     `train_on_batch`, whose iterator is a Python generator, always gets the plain step, also in the
     middle of a fit.
 
@@ -193,12 +193,15 @@ class FitRun:
             most = self.model.steps_per_execution if steps.record else self._batches_to_next_stop()
             some = min(count, most)
             self._stream.position = self._first + self._taken
-            logs, self._batches = steps(self._stream, some)
+            try:
+                logs, self._batches = steps(self._stream, some)
+            finally:
+                if steps.record is not None:
+                    # Also those of a program that was interrupted.
+                    self._recording.take(steps.record.fetch())
             self._taken += some
             count -= some
-            if steps.record is not None:
-                self._recording.fetch()
-            elif count:
+            if count and steps.record is None:
                 step = int(self._batches) // (self.optimizer.gradient_accumulation_steps or 1)
                 for member in self._stopping():
                     member.arrive(step=step)

@@ -4,6 +4,7 @@ import logging
 import math
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import ops
 
@@ -73,7 +74,7 @@ class Record:
     Args:
         optimizer: The optimizer that counts the steps.
         variables: What to write down.
-        size: Most steps between two fetches.
+        size: Most steps that are written down between two fetches.
     """
 
     def __init__(self, optimizer, variables, size):
@@ -85,39 +86,37 @@ class Record:
                 tf.Variable(tf.zeros([rows, *v.shape], v.dtype), trainable=False) for v in variables
             ]
             self._steps = tf.Variable(tf.zeros([rows], tf.int64), trainable=False)
-            self._count = tf.Variable(0, trainable=False)
-            self._next = tf.Variable(tf.int64.max, dtype=tf.int64, trainable=False)
-            self._interval = tf.Variable(1, dtype=tf.int64, trainable=False)
-        self._owner = None
+            # TensorFlow keeps variables of 32-bit integers in main memory, where a program of
+            # another device does not reach them.
+            self._count, self._next, self._interval = (
+                tf.Variable(value, dtype=tf.int64, trainable=False)
+                for value in (0, tf.int64.max, 1)
+            )
 
-    def begin(self, owner, step, interval):
-        """Write down for a callback, from `step` on; one before it fetches what it did not."""
-        if self._owner is not owner and self._owner is not None:
-            self._owner.fetch()
-        self._owner = owner
+    def begin(self, step, interval):
+        """Write down the steps from `step` on, `interval` apart."""
         self._next.assign(step)
         self._interval.assign(interval)
 
     def write(self):
         """In a program, before each step and after the last."""
         step = tf.cast(self._optimizer.iterations, tf.int64)
-        row = tf.convert_to_tensor(self._count)
+        row = tf.cast(self._count, tf.int32)
         for rows, value in zip([*self._rows, self._steps], [*self._variables, step], strict=True):
             value = tf.convert_to_tensor(value)[None]
             start = [row] + [0] * (len(value.shape) - 1)
             rows.assign(ops.slice_update(tf.convert_to_tensor(rows), start, value))
         due = step >= self._next
-        self._count.assign_add(tf.cast(due, tf.int32))
+        self._count.assign_add(tf.cast(due, tf.int64))
         self._next.assign(tf.where(due, step + self._interval, self._next))
 
-    def fetch(self, owner):
+    def fetch(self):
         """The steps that were written down since the last time, and the values at each."""
-        if owner is not self._owner:
-            return []
         count = int(self._count.numpy())
         if not count:
             return []
-        steps, *values = (rows.numpy()[:count] for rows in (self._steps, *self._rows))
+        # Copies: a program would copy all rows that something else still holds.
+        steps, *values = (np.array(r.numpy()[:count]) for r in (self._steps, *self._rows))
         self._count.assign(0)
         return list(zip(steps.tolist(), zip(*values, strict=True), strict=True))
 

@@ -104,6 +104,11 @@ def _check(model):
             "SGLD and pSGLD: others would mix the chains. Sample them one by one. "
             f"Received: optimizer={sampler!r}"
         )
+    if getattr(sampler, "include_gamma", False):
+        raise ValueError(
+            "`include_gamma` works out the Hessian of all chains as that of one model: leave it "
+            "out, or sample one by one. Received: include_gamma=True"
+        )
     clipping = [name for name in CLIPPING if getattr(sampler, name) is not None]
     if clipping:
         raise ValueError(

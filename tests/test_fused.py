@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import time
 
 import keras
 import numpy as np
@@ -394,30 +395,52 @@ def test_a_long_last_call_of_a_shared_iterator_writes_all_draws_down():
     np.testing.assert_array_equal(samples.posterior.steps, np.arange(1, 29))
 
 
-def test_an_interrupt_loses_no_draw_that_was_written_down(monkeypatch):
-    expected = steps_and_draws(drawn(100, epochs=3))
+def test_an_interrupted_program_loses_no_draw(monkeypatch):
+    expected = steps_and_draws(drawn(100, epochs=2))
     keras.utils.set_random_seed(7)
-    model, data = make(100), batches()
-    samples = sg.callbacks.PosteriorSamples(1, 2)
-    fit(model, data, samples)
+    model, data, samples = make(100), batches(), sg.callbacks.PosteriorSamples(1, 2)
+    run = fused.FusedSteps.__call__
 
     def interrupted(self, stream, count):
         run(self, stream, count)
         raise KeyboardInterrupt
 
-    run = fused.FusedSteps.__call__
-    for looks_at_once in (True, False):
-        with monkeypatch.context() as patch:
-            patch.setattr(fused.FusedSteps, "__call__", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                fit(model, data, samples)
-        if looks_at_once:
-            assert list(samples.posterior.steps) == expected[0][:8]
-    # Another callback, for which the same program writes, leaves the first its draws.
-    other = sg.callbacks.PosteriorSamples(20, 2)
-    fit(model, data, other)
+    with monkeypatch.context() as patch:
+        patch.setattr(fused.FusedSteps, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fit(model, data, samples)
+    assert list(samples.posterior.steps) == [3, 5, 7, 9]
+    fit(model, data, samples)
     assert_equal(steps_and_draws(samples), expected)
-    assert list(other.posterior.steps) == [28, 30, 32, 34, 36]
+
+
+def test_an_interrupt_while_draws_are_taken_loses_one_at_most(monkeypatch):
+    expected = steps_and_draws(drawn(100, epochs=2))
+    keras.utils.set_random_seed(7)
+    model, data, samples = make(100), batches(), sg.callbacks.PosteriorSamples(1, 2)
+    draw = samples._draw
+
+    def interrupted():
+        if samples.step == 5:
+            raise KeyboardInterrupt
+        draw()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(samples, "_draw", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fit(model, data, samples)
+    fit(model, data, samples)
+    steps, draws = steps_and_draws(samples)
+    assert steps == [3, 7, 9, 11, 13, 15, 17]
+    assert_equal(draws, [expected[1][0], *expected[1][2:]])
+
+
+@pytest.mark.parametrize("block", [10, 100])
+def test_the_time_of_draws_is_that_of_their_programs(block):
+    samples = sg.callbacks.PosteriorSamples(0, 2)
+    begin = time.perf_counter()
+    fit(make(block), batches(steps=100), samples)
+    assert 0 < samples.posterior.seconds < time.perf_counter() - begin
 
 
 def test_a_divergent_chain_is_stopped_at_the_draw_that_shows_it():

@@ -1,7 +1,6 @@
 """Chains that are stepped together: each is the chain that it would be alone, and right."""
 
 import importlib
-import os
 import warnings
 
 import keras
@@ -38,9 +37,6 @@ def network(sampler):
 SAMPLERS = {
     "SGLD": lambda **given: sg.SGLD(1e-2, train_size=ROWS, **given),
     "pSGLD": lambda **given: sg.pSGLD(1e-3, train_size=ROWS, epsilon=1e-2, **given),
-    "Gamma": lambda **given: sg.pSGLD(
-        1e-3, train_size=ROWS, epsilon=1e-2, include_gamma=True, **given
-    ),
 }
 
 
@@ -96,7 +92,7 @@ def test_chains_have_the_seeds_that_they_have_one_by_one(monkeypatch):
 
     alone = sg.sample_chains(build_model, data, **arguments)
     for cores, shares in ((1, [3]), (2, [1, 2])):
-        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr(sample_chains, "_core_count", lambda cores=cores: cores)
         programs.clear()
         together = sg.sample_chains(build_model, data, vectorized=True, **arguments)
         assert sorted(programs) == shares
@@ -104,6 +100,28 @@ def test_chains_have_the_seeds_that_they_have_one_by_one(monkeypatch):
         np.testing.assert_array_equal(together.steps, alone.steps)
         for ours, theirs in zip(together.draws.values(), alone.draws.values(), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("without_xla")
+def test_an_output_without_a_loss():
+    x, y = arrays()
+
+    def build_model():
+        given = keras.Input((3,))
+        outputs = {name: layers.Dense(2, name=name)(given) for name in ("a", "b")}
+        model = keras.Model(given, outputs)
+        loss = {"a": sg.GaussianNegativeLogLikelihood(0.5)}
+        model.compile(sg.SGLD(1e-3, train_size=ROWS), loss)
+        return model
+
+    data = sg.minibatches(x["a"], {"a": y}, BATCH, steps=4)
+    arguments = {"chains": 2, "burn_in": 1, "thinning": 1, "seed": 1, "verbose": 0}
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        alone = sg.sample_chains(build_model, data, **arguments)
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        together = sg.sample_chains(build_model, data, vectorized=True, **arguments)
+    for ours, theirs in zip(together.draws.values(), alone.draws.values(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("without_xla")
@@ -118,7 +136,7 @@ def test_chains_have_the_seeds_that_they_have_one_by_one(monkeypatch):
 )
 def test_shares(expected, callbacks, steps_per_execution, devices, monkeypatch):
     x, y = arrays()
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(sample_chains, "_core_count", lambda: 4)
     seeds = []
 
     def stack(models, seed):
@@ -218,6 +236,9 @@ def test_refusals():
     fisher = lambda: sg.SGFS(train_size=ROWS, batch_size=BATCH)  # noqa: E731
     for match, refused in {
         r"SGLD and pSGLD.*Received: optimizer=.*SGFS": lambda: built(fisher()),
+        "include_gamma.*as that of one model": lambda: built(
+            sg.pSGLD(1e-3, train_size=ROWS, epsilon=1e-2, include_gamma=True)
+        ),
         "would clip the gradients of all chains": lambda: built(
             sg.SGLD(1e-2, train_size=ROWS, global_clipnorm=1.0)
         ),

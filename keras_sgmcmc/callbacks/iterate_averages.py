@@ -339,9 +339,9 @@ class IterateAverages(InGraphCallback):
     def _check_step(self):
         """Warn if the step does not fit the window, or the noise not the curvature."""
         source, size = self._run.source, sum(math.prod(v.shape) for v in self._variables)
-        if source is None or size > _LARGEST_HESSIAN or compilation.replicas() > 1:
+        if source is None or source.chains > 1:
             return
-        if source.chains > 1:
+        if size > _LARGEST_HESSIAN or compilation.replicas() > 1:
             return
         if isinstance(self.optimizer, Sampler):
             if self.optimizer.uses_batch_noise and self.optimizer.noise_structure != "diagonal":

@@ -50,11 +50,11 @@ class PosteriorSamples(ChainMonitor):
         max_samples: Largest number of draws to hold, or None. The interval is made a multiple of
             `thinning` so that at most so many fit into the run, evenly spaced; should training go
             on after that, every second draw is dropped and the interval doubled.
-        directory: Where to write every draw as soon as it is taken (or the program ends that wrote
-            it down), so that memory stays as it is and a killed process loses none: see
-            `keras_sgmcmc.storage`, `Posterior.load`. Chains of other seeds may share it. A chain
-            that goes on from a checkpoint finds its draws there, and moves aside those after the
-            checkpoint's step, which it makes again. Defaults to None: in memory.
+        directory: Where to write every draw as soon as it is taken, so that memory stays as it is
+            and a killed process loses none but those of the program of fused steps that it was in:
+            see `keras_sgmcmc.storage`, `Posterior.load`. Chains of other seeds may share it. A
+            chain that goes on from a checkpoint finds its draws there, and moves aside those after
+            the checkpoint's step, which it makes again. Defaults to None: in memory.
         step_weights: Whether draws are weighted by the step size, as averages under a decreasing
             step have to be (Welling & Teh 2011, eq. 11; Teh et al. 2016): without, they lean to the
             late draws, which are many where the chain is slow. Defaults to False.
@@ -86,7 +86,7 @@ class PosteriorSamples(ChainMonitor):
         self._variables = None
         self._draws, self._steps, self._sizes = [], [], []
         self._posterior = self._store = None
-        self._record = self._recorded = None
+        self._pending, self._recorded = [], None
         # Of the intervals between draws of one fit: neither burn-in nor compilation is among them.
         self._clock, self._timed_seconds, self._timed_steps = None, 0.0, 0
 
@@ -99,7 +99,7 @@ class PosteriorSamples(ChainMonitor):
         """
         if self._variables is None:
             raise ValueError("There is no draw yet: pass this callback to `model.fit` first.")
-        self.fetch()
+        self.take()
         if self._posterior is None:
             sizes = self._sizes if self.step_weights else None
             self._posterior = Posterior(
@@ -117,7 +117,7 @@ class PosteriorSamples(ChainMonitor):
         return steps * self._timed_seconds / self._timed_steps
 
     def on_train_begin(self, logs=None):
-        self.fetch()
+        self.take()
         super().on_train_begin(logs)
         if not isinstance(self.optimizer, Sampler):
             warnings.warn(
@@ -229,42 +229,41 @@ class PosteriorSamples(ChainMonitor):
         return min(super().next_due(), self._next_draw)
 
     def recorded(self):
-        if not self._interval <= self._count.block < math.inf:
+        block = self._count.block
+        if not self._interval <= block < math.inf:
             return None
-        rate = self.optimizer._learning_rate
-        if self.step_weights and callable(rate) and not isinstance(rate, LearningRateSchedule):
-            # What it depends on is that of another moment when draws are fetched.
+        if self.step_weights and callable(self.optimizer._learning_rate) and not self._scheduled():
+            # What it depends on is that of another moment when draws are taken.
             return None
-        rows = self._count.block // self._interval + 1
         size = sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in self._variables)
-        if size * self._interval > _WORTH_A_STOP or size * rows > _RECORD_BYTES:
+        if size * self._interval > _WORTH_A_STOP or size * block > _RECORD_BYTES:
             return None
-        return self._variables, rows
+        return self._variables, block
 
     def begin_record(self, record):
         """Have draws written down by a program, from the next on."""
-        self._record = record
-        record.begin(self, self._next_draw, self._interval)
+        record.begin(self._next_draw, self._interval)
+        if self._clock is None and self.step >= self.burn_in:
+            # The program is compiled by now.
+            self._tick(self.step)
 
-    def on_train_end(self, logs=None):
-        super().on_train_end(logs)
-        if self._record is not None:
-            self._record.begin(None, tf.int64.max, 1)
-            self._record = None
+    def take(self, rows=()):
+        """Take the draws that a program has written down: pairs of a step and the values then.
 
-    def fetch(self):
-        """Take the draws that a program has written down."""
-        if self._record is None:
-            return
-        before = len(self._draws)
+        Those that were left when this was interrupted come first.
+        """
+        if rows:
+            self._tick(rows[-1][0])
+        self._pending.extend(rows)
         try:
-            for step, values in self._record.fetch(self):
-                self._recorded = values
+            while self._pending:
+                step, self._recorded = self._pending.pop(0)
                 self.arrive(step=step)
+        except DivergenceError:
+            self._pending.clear()
+            raise
         finally:
             self._recorded = None
-        if len(self._draws) > before:
-            self._tick()
 
     def on_due(self, logs):
         super().on_due(logs)
@@ -281,7 +280,7 @@ class PosteriorSamples(ChainMonitor):
         draw = [read_only_copy(value) for value in self._values_seen]
         self._values_seen = None
         if self._recorded is None:
-            self._tick()
+            self._tick(self.step)
         for array, variable in zip(draw, self._variables, strict=True):
             if not np.all(np.isfinite(array)):
                 raise self.error(variable, "is not finite")
@@ -298,19 +297,25 @@ class PosteriorSamples(ChainMonitor):
         self._sizes.append(weight)
         self._posterior = None
 
-    def _step_size(self):
+    def _scheduled(self):
+        # Keras' own optimizers count batches.
         rate = self.optimizer._learning_rate
-        if isinstance(rate, LearningRateSchedule):
-            # The optimizer may be further on.
-            return float(rate(ops.convert_to_tensor(self.step, "int64")))
-        return float(ops.convert_to_numpy(self.optimizer.learning_rate))
+        return isinstance(rate, LearningRateSchedule) and isinstance(self.optimizer, Sampler)
 
-    def _tick(self):
+    def _step_size(self):
+        if self._scheduled():
+            # The optimizer may be further on.
+            rate = self.optimizer._learning_rate(ops.convert_to_tensor(self.step, "int64"))
+        else:
+            rate = self.optimizer.learning_rate
+        return float(ops.convert_to_numpy(rate))
+
+    def _tick(self, step):
         now = time.perf_counter()
         if self._clock is not None:
             self._timed_seconds += now - self._clock[0]
-            self._timed_steps += self.step - self._clock[1]
-        self._clock = (now, self.step)
+            self._timed_steps += step - self._clock[1]
+        self._clock = (now, step)
 
     def _keep(self, wanted):
         for kept in (self._draws, self._steps, self._sizes):

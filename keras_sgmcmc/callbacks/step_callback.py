@@ -116,7 +116,11 @@ class StepCallback(keras.callbacks.Callback):
         """
 
     def recorded(self):
-        """What a `fused.Record` for this callback is made of, instead of stops; None for stops."""
+        """Variables whose values a program may write down at the exact steps, instead of stops.
+
+        None for stops; else a pair: the variables, and the most steps between two fetches. Such a
+        class has `begin_record`, and `take` for what was written down (see `PosteriorSamples`).
+        """
 
     def warn_if_coarsened(self, name, interval):
         """Warn where Keras calls back less often than, or out of step with, `interval` updates."""

@@ -277,7 +277,7 @@ class Sampler(keras.optimizers.Optimizer):
         grads = [compilation.densify(gradient) for gradient in grads]
         if self.stacked_chains is not None:
             # The loss is the mean of the chains'; each is to move by the gradient of its own.
-            grads = [self.stacked_chains * gradient for gradient in grads]
+            grads = [None if g is None else self.stacked_chains * g for g in grads]
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             if not self.built:
