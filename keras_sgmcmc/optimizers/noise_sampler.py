@@ -259,7 +259,7 @@ class NoiseSampler(Sampler):
         if self.noise_structure == "diagonal":
             return
         settings = self._settings()
-        step = ops.cast(self._iterations, "int32")
+        step = ops.cast(self._iterations, "int64")
         factored = ops.convert_to_tensor(self._factor_step[0])
         before = ops.convert_to_tensor(self._factor_settings[0])
         due = ops.logical_or(
@@ -405,8 +405,9 @@ class NoiseSampler(Sampler):
         self._reach = self.add_state("reach", [(n,) for n in rows])
         self._damping = self.add_state("damping", [(n,) for n in rows])
         self._silent = self.add_state("silent", [() for _ in rows])
+        # Not 32-bit, which TensorFlow keeps in main memory, out of reach of a GPU's program.
         self._factor_step = self.add_state(
-            "factor_step", [()], initializer=_minus_one, dtype="int32"
+            "factor_step", [()], initializer=_minus_one, dtype="int64"
         )
         self._factor_settings = self.add_state(
             "factor_settings", [(2 + len(self._prior_precision),)]
