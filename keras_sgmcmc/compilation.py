@@ -60,10 +60,10 @@ def traced(function):
     return tf.function(function, autograph=False)
 
 
-def concrete(function):
-    """`function` of no arguments as one graph, for what is called again and again."""
+def concrete(function, *specs):
+    """`function` of such arguments as one graph, for what is called again and again."""
     # The one trace by itself: to find it among several takes time at every call.
-    return tf.function(function, autograph=False).get_concrete_function()
+    return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
 def any_shapes(function, *dtypes):

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_sgmcmc import compilation
 from keras_sgmcmc.random import draw_seed
 from keras_sgmcmc.validation import positive_integer
 
@@ -264,12 +265,10 @@ class Minibatches(tf.data.Dataset):
             self._position.assign_add(1, read_value=False)
             return batch
 
-        def concrete(function, *specs):
-            return tf.function(function, autograph=False).get_concrete_function(*specs)
-
         number = tf.TensorSpec([], tf.int64)
         # Attributes, since the variant does not keep the functions alive.
-        self._block, self._count = concrete(block, number, number), concrete(count, *specs)
+        self._block = compilation.concrete(block, number, number)
+        self._count = compilation.concrete(count, *specs)
         types = [spec.dtype for spec in specs]
         of_batch = {"output_types": types, "output_shapes": [spec.shape for spec in specs]}
         of_block = {"output_types": types, "output_shapes": [[None, *s.shape] for s in specs]}

@@ -309,7 +309,7 @@ def has_accelerator():
     return any(tf.config.list_logical_devices(kind) for kind in ("GPU", "TPU"))
 
 
-def fused_steps(function, step, model, optimizer, stream, recorded=None):
+def fused_steps(function, step, model, optimizer, stream, recorded):
     """The `FusedSteps` that belong to a train function, kept on it; None if XLA can't make them.
 
     `recorded` is what to make a `Record` of: variables, and a number of steps, or None.
